@@ -1,0 +1,1 @@
+"""torch.fx graph in, torch.fx graph out."""

@@ -1,0 +1,1 @@
+"""The face of remat; filled in by its own files."""

@@ -1,0 +1,1 @@
+"""A problem in, a schedule out: pure Python and NumPy, no torch."""

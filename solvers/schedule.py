@@ -1,0 +1,203 @@
+"""What a solver answers: a schedule (every step, in order) and what is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from remat.solvers.problem import Problem
+
+StepKind = Literal["compute", "free", "offload", "reload", "wait"]
+Status = Literal["optimal", "feasible", "infeasible", "not found"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: ``compute`` the op ``index``, or free / offload / reload / wait for the value."""
+
+    kind: StepKind
+    index: int
+
+
+class Decision(Enum):
+    """What happens to a forward value that backward needs."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The whole truth about what will run and in what order, any number of recomputations.
+
+    The part that runs in forward ends right after the last first run of a forward op (and the frees
+    that follow it); everything after that is the backward part.
+    """
+
+    steps: tuple[Step, ...]
+
+    @property
+    def computes(self) -> tuple[int, ...]:
+        """The ops that run, in order."""
+        return tuple(step.index for step in self.steps if step.kind == "compute")
+
+    def boundary(self, problem: Problem) -> int:
+        """Index of the first step of the backward part."""
+        left = len(problem.forward)
+        position = 0
+        for position, step in enumerate(self.steps):
+            if left == 0 and step.kind != "free":
+                return position
+            if step.kind == "compute" and problem.ops[step.index].phase == "forward":
+                left -= 1
+        return len(self.steps) if left == 0 or not self.steps else position + 1
+
+    @staticmethod
+    def from_computes(problem: Problem, computes: Sequence[int]) -> Schedule:
+        """The schedule that runs ``computes`` in order and frees every instance after its last read.
+
+        A value nobody reads is freed at once. Outputs, owned values and tangents nobody reads stay.
+        """
+        last = _last_touch(problem, computes)
+        steps: list[Step] = []
+        alive: set[int] = set(problem.tangents)
+        for position, index in enumerate(computes):
+            op = problem.ops[index]
+            steps.append(Step("compute", index))
+            alive.update(op.writes)
+            for value in dict.fromkeys((*op.reads, *op.writes)):
+                if value in alive and (position, value) in last:
+                    steps.append(Step("free", value))
+                    alive.discard(value)
+        return Schedule(tuple(steps))
+
+
+def _last_touch(problem: Problem, computes: Sequence[int]) -> set[tuple[int, int]]:
+    """(position, value): after that position the instance is never read before it is rewritten."""
+    read_later: set[int] = set()
+    last: set[tuple[int, int]] = set()
+    for position in range(len(computes) - 1, -1, -1):
+        op = problem.ops[computes[position]]
+        for value in op.writes:
+            if value not in read_later and not problem.values[value].output:
+                last.add((position, value))
+            read_later.discard(value)
+        for value in op.reads:
+            held = problem.values[value]
+            if value not in read_later and not held.output and not held.owned:
+                last.add((position, value))
+            read_later.add(value)
+    return last
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What the simulator saw.
+
+    Attributes:
+        bytes: for each step, the bytes in use while it runs (fixed bytes and workspace included).
+        peak: the largest of them, and at least ``fixed_bytes``.
+        peak_step: index of the first step that reaches it; -1 for a schedule without steps.
+        alive_at_peak: the values alive there, written ones included.
+        seconds: the whole step, stalls of transfers included.
+        flops: floating point operations of everything that ran.
+        forward_seconds, forward_flops: the part up to the boundary.
+        forward_peak, backward_peak: the largest bytes on either side of the boundary.
+    """
+
+    bytes: tuple[int, ...]
+    peak: int
+    peak_step: int
+    alive_at_peak: tuple[int, ...]
+    seconds: float
+    flops: int
+    forward_seconds: float
+    forward_flops: int
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A schedule and what is known about it.
+
+    Attributes:
+        problem_key: ``Problem.key`` of the problem it solves.
+        schedule, timeline: the plan, and the judge's account of it. For ``infeasible`` and
+            ``not found``, the plan with the least peak that was found.
+        memory_budget: bytes asked for, or None.
+        status: ``optimal`` (no schedule of the class is faster within the budget), ``feasible``,
+            ``infeasible`` (proven: the budget is under ``peak_lower_bound``), ``not found``.
+        lower_bound: seconds that no schedule of the class within the budget can beat.
+        peak_lower_bound: bytes that no schedule of the class can peak below; the op that sets it is
+            ``floor_op`` (an index, or -1).
+        solver: the algorithm that found the plan.
+        solve_time: seconds spent solving.
+        failures: what went wrong on the way, for people (a solver that crashed or timed out).
+    """
+
+    problem_key: str
+    schedule: Schedule
+    timeline: Timeline
+    memory_budget: int | None
+    status: Status
+    lower_bound: float
+    peak_lower_bound: int
+    floor_op: int
+    solver: str
+    solve_time: float = 0.0
+    failures: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step under this plan."""
+        return self.timeline.seconds
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of the step under this plan."""
+        return self.timeline.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan keeps the budget."""
+        return self.status in ("optimal", "feasible")
+
+    @property
+    def gap(self) -> float:
+        """(seconds - lower bound) / seconds: how much faster a better plan could at most be."""
+        if self.seconds <= 0:
+            return 0.0
+        return max(0.0, (self.seconds - self.lower_bound) / self.seconds)
+
+
+def decisions(problem: Problem, schedule: Schedule) -> dict[int, Decision]:
+    """For every forward value the backward part reads: kept, recomputed or offloaded."""
+    boundary = schedule.boundary(problem)
+    made_in_forward = {
+        value
+        for step in schedule.steps[:boundary]
+        if step.kind == "compute"
+        for value in problem.ops[step.index].writes
+    }
+    recomputed: set[int] = set()
+    read: set[int] = set()
+    for step in schedule.steps[boundary:]:
+        if step.kind == "compute":
+            op = problem.ops[step.index]
+            read.update(op.reads)
+            recomputed.update(op.writes)
+    offloaded = {step.index for step in schedule.steps if step.kind == "offload"}
+    return {
+        value: _decide(value, recomputed, offloaded)
+        for value in sorted(made_in_forward & read)
+    }
+
+
+def _decide(value: int, recomputed: Iterable[int], offloaded: Iterable[int]) -> Decision:
+    if value in offloaded:
+        return Decision.OFFLOAD
+    return Decision.RECOMPUTE if value in recomputed else Decision.KEEP
