@@ -1,1 +1,62 @@
-"""The face of remat; filled in by its own files."""
+"""Compiler-level graph rematerialization for PyTorch: train within a memory budget.
+
+The public names are loaded when first used (PEP 562): ``import remat`` imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from remat.api import compile as compile
+    from remat.api import plan as plan
+    from remat.measurement import measure as measure
+    from remat.options import Options as Options
+    from remat.plans import Plan as Plan
+    from remat.solvers.errors import BudgetTooSmall as BudgetTooSmall
+    from remat.solvers.errors import CaptureError as CaptureError
+    from remat.solvers.errors import InvalidOption as InvalidOption
+    from remat.solvers.errors import PlanMismatch as PlanMismatch
+    from remat.solvers.errors import RematError as RematError
+
+_HOME: Final = {
+    "compile": "remat.api",
+    "plan": "remat.api",
+    "measure": "remat.measurement",
+    "Options": "remat.options",
+    "Plan": "remat.plans",
+    "BudgetTooSmall": "remat.solvers.errors",
+    "CaptureError": "remat.solvers.errors",
+    "InvalidOption": "remat.solvers.errors",
+    "PlanMismatch": "remat.solvers.errors",
+    "RematError": "remat.solvers.errors",
+}
+
+__all__ = [
+    "BudgetTooSmall",
+    "CaptureError",
+    "InvalidOption",
+    "Options",
+    "Plan",
+    "PlanMismatch",
+    "RematError",
+    "__version__",
+    "compile",
+    "measure",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'remat' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,1 @@
+"""Plans for people: text now; other formats stand beside it, one a file."""

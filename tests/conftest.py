@@ -1,0 +1,23 @@
+"""What all tests share: markers that skip themselves, and property tests without a clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+# A shared machine stalls now and then: a property is no less true for having taken a second.
+settings.register_profile("remat", deadline=None)
+settings.load_profile("remat")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none; torch is imported only to find out."""
+    wanting = [item for item in items if item.get_closest_marker("cuda")]
+    if not wanting:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in wanting:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
