@@ -1,0 +1,219 @@
+"""``solve``: one problem, one budget, one solver by name; the judge has the last word."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from remat.solvers import auto as _auto
+from remat.solvers import keep as _keep  # noqa: F401  importing a solver's module registers it
+from remat.solvers.bounds import floor
+from remat.solvers.errors import InvalidOption, InvalidSchedule
+from remat.solvers.keep import keep_everything
+from remat.solvers.problem import Link, Problem
+from remat.solvers.registry import Proposal, Request, find
+from remat.solvers.schedule import Schedule, Solution, Status, Timeline
+from remat.solvers.simulate import simulate
+from remat.solvers.structure import Structure
+
+_PROVEN = 1e-9
+
+Progress = Callable[[float | None, float], None]
+
+
+def solve(
+    problem: Problem,
+    *,
+    memory_budget: int | None,
+    solver: str = "auto",
+    time_limit: float = 10.0,
+    gap: float = 0.0,
+    link: Link | None = None,
+    seed: int = 0,
+    max_evaluations: int | None = None,
+    every_n_layers: int = 1,
+    starts: Sequence[Schedule] = (),
+    progress: Progress | None = None,
+) -> Solution:
+    """Find the fastest schedule whose peak fits ``memory_budget``.
+
+    Args:
+        memory_budget: bytes, ``Problem.fixed_bytes`` included; None asks for the fastest plan.
+        solver: a registered name; ``auto`` does what is best.
+        time_limit: seconds after which the best plan so far is returned.
+        gap: good enough: stop once (seconds - lower bound) / seconds is at most this.
+        link: where values can be offloaded to.
+        seed, max_evaluations: with ``max_evaluations`` the clock is ignored, and the same seed and
+            number give the same plan.
+        every_n_layers: for the solver of that name.
+        starts: known plans, say of other budgets; the answer is never slower than one that fits.
+        progress: called with (seconds of the best plan or None, lower bound) as they improve.
+
+    Returns:
+        A solution whatever happens on the way: a solver that crashed is noted in ``failures``. A
+        budget under the proven floor has status ``infeasible``, one that no plan was found for
+        ``not found``; both carry the plan with the least peak that was found.
+
+    Raises:
+        InvalidOption: an unknown solver, or an argument that cannot mean anything.
+    """
+    _check(memory_budget, time_limit, gap, max_evaluations)
+    began = time.monotonic()
+    request = Request(
+        problem=problem,
+        memory_budget=memory_budget,
+        deadline=began + time_limit,
+        gap=gap,
+        seed=seed,
+        max_evaluations=max_evaluations,
+        every_n_layers=every_n_layers,
+        link=link,
+        progress=progress,
+    )
+    judge = _Judge(problem, memory_budget, link)
+    for start in starts:
+        judge.hear("start", start)
+    proposal = _ask(solver, request, judge)
+    judge.hear(solver, proposal.schedule)
+    if judge.best is None or (not judge.fits and solver == "auto"):
+        judge.hear("keep", keep_everything(problem))
+    return judge.solution(proposal, time.monotonic() - began)
+
+
+def least_peak(
+    problem: Problem,
+    *,
+    time_limit: float = 10.0,
+    seed: int = 0,
+    max_evaluations: int | None = None,
+    progress: Progress | None = None,
+) -> Solution:
+    """The plan with the smallest peak that can be found; its ``memory_budget`` is that peak.
+
+    Its status is ``feasible``: the plan is not proven to be the fastest with that peak.
+    """
+    _check(None, time_limit, 0.0, max_evaluations)
+    began = time.monotonic()
+    request = Request(
+        problem=problem,
+        memory_budget=0,
+        deadline=began + time_limit,
+        seed=seed,
+        max_evaluations=max_evaluations,
+        progress=progress,
+    )
+    judge = _Judge(problem, 0, None)
+    judge.hear("keep", keep_everything(problem))
+    try:
+        proposal = _auto.least_peak_proposal(request)
+    except Exception as error:  # a plan is there already; what failed is reported with it
+        proposal = Proposal(None, failures=(f"least_peak: {_describe(error)}",))
+    judge.hear("auto", proposal.schedule)
+    judge.memory_budget = judge.peak
+    return judge.solution(proposal, time.monotonic() - began)
+
+
+def _ask(solver: str, request: Request, judge: _Judge) -> Proposal:
+    function = find(solver)
+    try:
+        return function(request)
+    except InvalidOption:
+        raise
+    except Exception as error:  # whatever broke, the caller gets the best valid plan and the reason
+        judge.failures.append(f"{solver}: {_describe(error)}")
+        return Proposal(None)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass
+class _Candidate:
+    solver: str
+    schedule: Schedule
+    timeline: Timeline
+
+
+class _Judge:
+    """Simulates what it hears and remembers the best: the fastest that fits, else the lowest."""
+
+    def __init__(self, problem: Problem, memory_budget: int | None, link: Link | None) -> None:
+        self.problem, self.memory_budget, self.link = problem, memory_budget, link
+        self.structure = Structure(problem)
+        self.best: _Candidate | None = None
+        self.failures: list[str] = []
+
+    @property
+    def fits(self) -> bool:
+        return self.best is not None and self._fits(self.best.timeline)
+
+    @property
+    def peak(self) -> int:
+        assert self.best is not None
+        return self.best.timeline.peak
+
+    def hear(self, solver: str, schedule: Schedule | None) -> None:
+        if schedule is None:
+            return
+        try:
+            heard = _Candidate(solver, schedule, simulate(self.problem, schedule, self.link))
+        except InvalidSchedule as error:
+            self.failures.append(f"{solver}: {_describe(error)}")
+            return
+        if self.best is None or self._rank(heard) < self._rank(self.best):
+            self.best = heard
+
+    def _fits(self, timeline: Timeline) -> bool:
+        return self.memory_budget is None or timeline.peak <= self.memory_budget
+
+    def _rank(self, candidate: _Candidate) -> tuple[float, ...]:
+        timeline = candidate.timeline
+        if self._fits(timeline):
+            return (0, timeline.seconds, timeline.peak)
+        return (1, timeline.peak, timeline.seconds)
+
+    def solution(self, proposal: Proposal, solve_time: float) -> Solution:
+        assert self.best is not None
+        floor_bytes, floor_op = floor(self.problem, self.structure)
+        required = self.structure.required_seconds
+        bound = max(required, proposal.lower_bound) if self.fits else required
+        return Solution(
+            problem_key=self.problem.key,
+            schedule=self.best.schedule,
+            timeline=self.best.timeline,
+            memory_budget=self.memory_budget,
+            status=self._status(bound, floor_bytes),
+            lower_bound=min(bound, self.best.timeline.seconds),
+            peak_lower_bound=floor_bytes,
+            floor_op=floor_op,
+            solver=self.best.solver,
+            solve_time=solve_time,
+            failures=(*self.failures, *proposal.failures),
+        )
+
+    def _status(self, bound: float, floor_bytes: int) -> Status:
+        assert self.best is not None
+        if not self.fits:
+            under = self.memory_budget is not None and self.memory_budget < floor_bytes
+            return "infeasible" if under else "not found"
+        return "optimal" if self.best.timeline.seconds <= bound * (1 + _PROVEN) else "feasible"
+
+
+def _check(
+    memory_budget: int | None, time_limit: float, gap: float, max_evaluations: int | None
+) -> None:
+    whole = memory_budget is None or (
+        isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
+    )
+    if not whole or (memory_budget is not None and memory_budget < 0):
+        raise InvalidOption(
+            f"memory_budget is {memory_budget!r}; solve takes bytes as an int >= 0, or None"
+        )
+    if not time_limit >= 0:
+        raise InvalidOption(f"time_limit is {time_limit!r}; it must be seconds >= 0")
+    if not 0 <= gap < 1:
+        raise InvalidOption(f"gap is {gap!r}; it must be in [0, 1), as in gap=0.01 for one percent")
+    if max_evaluations is not None and max_evaluations < 0:
+        raise InvalidOption(f"max_evaluations is {max_evaluations!r}; it must be an int >= 0")
