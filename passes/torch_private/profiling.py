@@ -10,7 +10,7 @@ a test holds them equal.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch._C._autograd import (
     _disable_profiler_legacy,
@@ -48,13 +48,14 @@ def start_memory_events() -> None:
 
 def stop_memory_events() -> list[MemoryEvent]:
     """End the recording; its events in the order they happened."""
+    recorded: Any = _disable_profiler_legacy()  # torch's stub describes the other profiler's events
     threads = [
         [
             MemoryEvent(event.start_us() / 1e6, event.cpu_memory_usage())
             for event in thread
             if event.kind() == "memory_alloc"
         ]
-        for thread in _disable_profiler_legacy()
+        for thread in recorded
     ]
     if len(threads) == 1:
         return threads[0]

@@ -1,0 +1,80 @@
+"""Reads of inputs that the step itself overwrites.
+
+``y = (x * w + b).exp(); b.add_(1)``: whoever reads ``b`` after forward has ended reads the new
+content. Stock torch does so, silently. So every read in backward of a primal that the step mutates
+goes through a copy made in forward; whether forward's own readers, if they are run again, need one
+is for the plan to decide (see ``lower.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from remat.passes import ops
+from remat.passes.joint import JointGraph
+from remat.passes.storages import Storages
+
+SNAPSHOT = "remat_snapshot"
+"""Node metadata: the primal this node is a copy of."""
+
+
+def pin_mutated_reads(joint: JointGraph) -> JointGraph:
+    """Give every backward or deferred reader of a mutated primal a copy made in forward.
+
+    A graph without such readers is returned as it is.
+    """
+    if not joint.mutated_primals:
+        return joint
+    storages = Storages.of(joint)
+    changed = False
+    for primal in sorted(joint.mutated_primals, key=lambda node: node.name):
+        late = [node for node in primal.users if _is_read_late(joint, storages, node)]
+        if late:
+            _insert_snapshot(joint, primal, late)
+            changed = True
+    if not changed:
+        return joint
+    joint.module.recompile()
+    return JointGraph.make(joint.module, joint.num_forward_outputs)
+
+
+def _is_read_late(joint: JointGraph, storages: Storages, node: fx.Node) -> bool:
+    """Whether the node is, or is a view that feeds, something that runs after forward."""
+    if node.op == "output":
+        return False
+    if joint.phases[node] != "forward":
+        return True
+    if not storages.is_alias(node):
+        return False
+    return any(_is_read_late(joint, storages, user) for user in node.users)
+
+
+def _insert_snapshot(joint: JointGraph, primal: fx.Node, late: list[fx.Node]) -> None:
+    graph = joint.module.graph
+    first = next(node for node in joint.nodes if node.op == "call_function")
+    with graph.inserting_before(first):
+        copy = graph.call_function(torch.ops.aten.clone.default, (primal,))
+    copy.meta = {
+        key: primal.meta[key] for key in ("partitioner_tag", "tensor_meta") if key in primal.meta
+    }
+    value = primal.meta["val"]
+    with value.fake_mode:
+        copy.meta["val"] = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+    copy.meta[SNAPSHOT] = primal
+    for node in late:
+        node.replace_input_with(primal, copy)
+    _refresh_views(joint, copy)
+
+
+def _refresh_views(joint: JointGraph, copy: fx.Node) -> None:
+    """Fake values of views of the copy must lie in the copy's storage, not in the primal's."""
+    stale = {copy}
+    for node in joint.module.graph.nodes:
+        if ops.is_view(node) and any(source in stale for source in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            with copy.meta["val"].fake_mode:
+                node.meta["val"] = node.target(*args, **kwargs)
+            stale.add(node)

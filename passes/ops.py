@@ -1,0 +1,106 @@
+"""One table of op properties: view, random, mutating, never to be run again.
+
+What an op is comes from its schema and tags where torch says it, from the lists below where it does
+not. An op nobody knows (a custom op, a higher-order op) is kept, never run again, and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+KNOWN_NAMESPACES: Final = frozenset({"aten", "prims", "quantized", "torchvision", "remat"})
+"""Namespaces whose ops are functions of their arguments unless schema or tags say otherwise."""
+
+COLLECTIVE_NAMESPACES: Final = frozenset({"_c10d_functional", "c10d_functional", "c10d", "fsdp"})
+
+_DROPOUT_ARGUMENT: Final = {
+    # Tagged as random whatever their dropout probability; at zero they draw nothing.
+    "_scaled_dot_product_flash_attention": ("dropout_p", 3, 0.0),
+    "_scaled_dot_product_efficient_attention": ("dropout_p", 5, 0.0),
+    "_scaled_dot_product_cudnn_attention": ("dropout_p", 5, 0.0),
+    "_scaled_dot_product_flash_attention_for_cpu": ("dropout_p", 3, 0.0),
+    "_scaled_dot_product_fused_attention_overrideable": ("dropout_p", 4, 0.0),
+    "_scaled_dot_product_attention_math": ("dropout_p", 4, 0.0),
+    "_scaled_dot_product_attention_math_for_mps": ("dropout_p", 4, 0.0),
+}
+
+
+def overload(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The op a node calls, or None for Python functions and higher-order ops."""
+    return node.target if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the schema says that an output is an alias of an input that is not written."""
+    op = overload(node)
+    if op is None:
+        return False
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in op._schema.returns
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws from a random generator."""
+    op = overload(node)
+    if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    known = _DROPOUT_ARGUMENT.get(op._schema.name.split("::")[-1])
+    return known is None or _argument(node, *known) != 0.0
+
+
+def mutated_args(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments the op writes into."""
+    op = overload(node)
+    if op is None or not op._schema.is_mutable:
+        return
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = _argument(node, argument.name, index, None)
+            items = given if isinstance(given, tuple | list) else (given,)
+            yield from (item for item in items if isinstance(item, fx.Node))
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the op talks to other ranks."""
+    op = overload(node)
+    return op is not None and op.namespace in COLLECTIVE_NAMESPACES
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the op does more than compute its outputs."""
+    if node.op != "call_function":
+        return False
+    op = overload(node)
+    if op is None:
+        return False
+    return op._schema.is_mutable or is_collective(node) or node.is_impure(impure_random=False)
+
+
+def why_never_again(node: fx.Node) -> str | None:
+    """Why the op may not be run a second time, or None if it may."""
+    op = overload(node)
+    if op is None:
+        return f"{_name(node.target)} is not an operator remat knows"
+    if is_collective(node):
+        return f"{op} is a collective"
+    if has_effect(node):
+        return f"{op} has a side effect"
+    if op.namespace not in KNOWN_NAMESPACES:
+        return f"{op} is a custom operator remat does not know"
+    return None
+
+
+def _argument(node: fx.Node, name: str, position: int, default: Any) -> Any:
+    if name in node.kwargs:
+        return node.kwargs[name]
+    return node.args[position] if position < len(node.args) else default
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__name__", None) or str(target)

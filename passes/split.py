@@ -1,0 +1,292 @@
+"""A schedule becomes two graphs: forward and backward, in the schedule's order, step by step.
+
+Ops are emitted exactly where the schedule computes them, as often as it does. Views are not ops:
+each is emitted where somebody reads it, over the instance of its base that is alive there. A getitem
+follows its op at once, because a late one keeps the whole tuple alive. Nothing is freed in so many
+words: a name dies at its last use, which is where the schedule frees the value.
+
+Backward is emitted first: what it has to be given is what forward saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from remat.passes import ops, runtime
+from remat.passes.joint import is_getitem
+from remat.passes.lower import Lowered, LoweredOp, device_of
+from remat.passes.mutation import SNAPSHOT
+from remat.passes.torch_private import partition as private
+from remat.solvers.errors import RematError
+from remat.solvers.schedule import Schedule, Step
+
+SavedKind = Literal["node", "random_state", "snapshot"]
+OP_INDEX = "remat_op"
+"""Metadata of an emitted op: its index in the problem."""
+
+Saved = tuple[fx.Node, SavedKind]
+"""A node of the joint graph and what is saved of it: its value, its random state, or a copy."""
+
+
+def split(lowered: Lowered, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Emit forward and backward as AOTAutograd wants them.
+
+    Forward returns its outputs, then the saved tensors; backward takes the saved tensors in the same
+    order, then the tangents.
+
+    Raises:
+        RematError: the schedule reads what it has not kept, or has steps this version cannot emit.
+    """
+    boundary = schedule.boundary(lowered.problem)
+    backward = _Backward(lowered, alive_after(lowered, schedule, boundary))
+    backward.run(schedule.steps[boundary:])
+    backward.close()
+    saved = backward.saved_in_order()
+    forward = _Forward(lowered, saved)
+    forward.run(schedule.steps[:boundary])
+    forward.close()
+    root = lowered.joint.module
+    return fx.GraphModule(root, forward.graph), fx.GraphModule(root, backward.graph)
+
+
+def alive_after(lowered: Lowered, schedule: Schedule, position: int) -> set[int]:
+    """The values alive before the step at ``position``, tangents and owned ones not counted."""
+    alive: set[int] = set()
+    for step in schedule.steps[:position]:
+        if step.kind == "compute":
+            alive.update(lowered.problem.ops[step.index].writes)
+        elif step.kind == "free":
+            alive.discard(step.index)
+    return alive
+
+
+class _Emitter:
+    """Common to both graphs: instances of values, and views over them."""
+
+    def __init__(self, lowered: Lowered, alive: set[int]) -> None:
+        self.lowered = lowered
+        self.graph = fx.Graph()
+        self.instances: dict[fx.Node, fx.Node] = {}
+        self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        self.alive = alive
+
+    def run(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            if step.kind == "compute":
+                self._compute(step.index)
+            elif step.kind == "free":
+                self.alive.discard(step.index)
+            else:
+                raise RematError(f"the eager executor cannot emit a {step.kind!r} step yet")
+
+    def _compute(self, index: int) -> None:
+        what = self.lowered.ops[index]
+        if what.kind == "node":
+            assert what.node is not None
+            self._emit(what.node, index)
+        else:
+            self.emit_synthetic(what)
+        self.alive.update(self.lowered.problem.ops[index].writes)
+
+    def _emit(self, node: fx.Node, index: int) -> None:
+        copy = self.call(node)
+        copy.meta[OP_INDEX] = index
+        if isinstance(node.meta.get("val"), tuple | list):
+            getitems = [user for user in node.users if is_getitem(user)]
+            for user in getitems:
+                if not self._is_alive(user):
+                    self.instances[user] = self.copy(user, {node: copy})
+            if len(getitems) < len(node.users):
+                self.instances[node] = copy
+        else:
+            self.instances[node] = copy
+
+    def _is_alive(self, node: fx.Node) -> bool:
+        # A second instance of a value that is still alive is not taken out of its tuple.
+        storages = self.lowered.storages
+        values = [self.lowered.value_of[storage] for storage in storages.held[node]]
+        return bool(values) and all(value in self.alive for value in values)
+
+    def call(self, node: fx.Node) -> fx.Node:
+        """Emit the node's op over the current instances of its inputs."""
+        return self.copy(node, {source: self.resolve(source) for source in node.all_input_nodes})
+
+    def copy(self, node: fx.Node, inputs: dict[fx.Node, Any]) -> fx.Node:
+        copy = self.graph.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, lambda source: inputs[source]),
+            fx.map_arg(node.kwargs, lambda source: inputs[source]),
+            name=node.name,
+        )
+        copy.meta = dict(node.meta)
+        return copy
+
+    def resolve(self, node: fx.Node) -> Any:
+        """The node (or constant) of the new graph that stands for ``node`` here and now."""
+        if node in self.instances:
+            return self.instances[node]
+        if node.op == "placeholder":
+            return self.placeholder(node)
+        if node.op == "get_attr":
+            self.instances[node] = self.copy(node, {})
+            return self.instances[node]
+        if is_getitem(node) and not isinstance(node.meta["val"], torch.Tensor):
+            return node.meta["val"]
+        if self.lowered.storages.is_alias(node) and not self._is_output_of_op(node):
+            return self._view(node)
+        return self.saved_value(node)
+
+    def _is_output_of_op(self, node: fx.Node) -> bool:
+        return is_getitem(node) and bool(self.lowered.storages.created[node.args[0]])  # type: ignore[index]
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        inputs = {source: self.resolve(source) for source in node.all_input_nodes}
+        key = (node, tuple(value for value in inputs.values() if isinstance(value, fx.Node)))
+        if key not in self.views:
+            self.views[key] = self.copy(node, inputs)
+        return self.views[key]
+
+    def output_args(self, outputs: tuple[Any, ...]) -> list[Any]:
+        return [self.resolve(item) if isinstance(item, fx.Node) else item for item in outputs]
+
+    def add_output(self, outputs: list[Any], descs: list[Any]) -> None:
+        self.graph.output(tuple(outputs)).meta["desc"] = descs
+        for node in reversed(self.graph.nodes):
+            passive = is_getitem(node) or ops.is_view(node) or node.op == "get_attr"
+            if passive and not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+
+    def placeholder(self, node: fx.Node) -> Any:
+        raise NotImplementedError
+
+    def saved_value(self, node: fx.Node) -> Any:
+        raise NotImplementedError
+
+    def emit_synthetic(self, what: LoweredOp) -> None:
+        raise NotImplementedError
+
+
+class _Forward(_Emitter):
+    def __init__(self, lowered: Lowered, saved: list[Saved]) -> None:
+        super().__init__(lowered, set())
+        self.saved = saved
+        self.made: dict[Saved, fx.Node] = {}
+        for primal in lowered.joint.primals:
+            self.instances[primal] = self.copy(primal, {})
+
+    def placeholder(self, node: fx.Node) -> Any:
+        raise RematError(f"forward reads {node.name}, which arrives when backward starts")
+
+    def saved_value(self, node: fx.Node) -> Any:
+        raise RematError(f"the schedule reads {node.name} in forward before it is computed")
+
+    def emit_synthetic(self, what: LoweredOp) -> None:
+        """States and copies are taken only where backward was seen to need them."""
+        if what.node is None or (what.node, what.kind) not in self.saved:
+            return
+        if what.kind == "snapshot":
+            source = self.instances[what.node]
+            made = self.graph.call_function(torch.ops.aten.clone.default, (source,))
+        else:
+            made = self.graph.call_function(runtime.random_state, (device_of(what.node),))
+        made.meta["val"] = _saved_fake(what.node, what.kind)
+        self.made[what.node, what.kind] = made  # type: ignore[index]
+
+    def close(self) -> None:
+        joint = self.lowered.joint
+        outputs = self.output_args(joint.forward_outputs)
+        saved = [self.resolve(n) if kind == "node" else self.made[n, kind] for n, kind in self.saved]
+        descs = list(joint.output_descs[: joint.num_forward_outputs])
+        descs += [
+            private.saved_desc(index, _is_version_checked(node))
+            for index, (node, _) in enumerate(self.saved)
+        ]
+        self.add_output(outputs + saved, descs)
+
+
+class _Backward(_Emitter):
+    def __init__(self, lowered: Lowered, alive: set[int]) -> None:
+        super().__init__(lowered, alive)
+        self.given: dict[Saved, fx.Node] = {}
+        self.tangents: dict[fx.Node, fx.Node] = {}
+        clones = (what.node for what in lowered.ops if what.node is not None)
+        self.clones = {node.meta[SNAPSHOT]: node for node in clones if SNAPSHOT in node.meta}
+
+    def placeholder(self, node: fx.Node) -> Any:
+        if private.is_tangent(node):
+            if node not in self.tangents:
+                self.tangents[node] = self._take(node.name, node.meta)
+            return self.tangents[node]
+        if node in self.clones:
+            return self.resolve(self.clones[node])
+        return self._given(node, "snapshot" if node in self.lowered.snapshot_of else "node")
+
+    def saved_value(self, node: fx.Node) -> Any:
+        for storage in self.lowered.storages.held[node]:
+            if self.lowered.value_of[storage] not in self.alive:
+                raise RematError(f"the schedule reads {node.name} in backward after it was freed")
+        return self._given(node, "node")
+
+    def _given(self, node: fx.Node, kind: SavedKind) -> fx.Node:
+        if (node, kind) not in self.given:
+            name = node.name if kind == "node" else f"{node.name}_{kind}"
+            meta = dict(node.meta) if kind == "node" else {"val": _saved_fake(node, kind)}
+            self.given[node, kind] = self._take(name, meta)
+        return self.given[node, kind]
+
+    def _take(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        with self.graph.inserting_before():
+            taken = self.graph.placeholder(name)
+        taken.meta = dict(meta)
+        return taken
+
+    def call(self, node: fx.Node) -> fx.Node:
+        if node not in self.lowered.random_state_of:
+            return super().call(node)
+        inputs = {source: self.resolve(source) for source in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: inputs[source])
+        state = self._given(node, "random_state")
+        copy = self.graph.call_function(
+            runtime.replay_random, (state, device_of(node), node.target, *args), kwargs
+        )
+        copy.meta = dict(node.meta)
+        return copy
+
+    def emit_synthetic(self, what: LoweredOp) -> None:
+        """Nothing to do: an ``accumulate`` happens after the graph has returned."""
+
+    def saved_in_order(self) -> list[Saved]:
+        """Version-checked tensors first, as AOTAutograd slices them."""
+        return sorted(self.given, key=lambda saved: not _is_version_checked(saved[0]))
+
+    def close(self) -> None:
+        joint = self.lowered.joint
+        outputs = self.output_args(joint.backward_outputs)
+        for tangent in joint.tangents:
+            self.placeholder(tangent)
+        order = [self.given[saved] for saved in self.saved_in_order()]
+        order += [self.tangents[tangent] for tangent in joint.tangents]
+        for node in reversed(order):
+            next(iter(self.graph.nodes)).prepend(node)
+        self.add_output(outputs, list(joint.output_descs[joint.num_forward_outputs :]))
+
+
+def _is_version_checked(node: fx.Node) -> bool:
+    return not node.meta.get(private.NO_VERSION_CHECK, False)
+
+
+def _saved_fake(node: fx.Node, kind: str) -> torch.Tensor:
+    """The fake value of a random state, or of a copy of a primal."""
+    value = node.meta["val"]
+    example = value[0] if isinstance(value, tuple | list) else value
+    with example.fake_mode:
+        if kind == "snapshot":
+            return torch.empty_strided(
+                example.shape, example.stride(), dtype=example.dtype, device=example.device
+            )
+        return torch.empty(runtime.random_state_bytes(example.device), dtype=torch.uint8)

@@ -1,0 +1,89 @@
+"""Private torch: the joint graph's conventions, torch's own partition, AOTAutograd's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop as _boxed_nop
+from torch._functorch._aot_autograd import descriptors as _descriptors
+from torch._functorch.partitioners import default_partition as _default_partition
+
+NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
+"""Node metadata: the tensor was stashed on ``ctx`` and is saved without a version check."""
+
+_OPAQUE = tuple(
+    found
+    for found in (
+        getattr(torch._library.fake_class_registry, "FakeScriptObject", None),
+        getattr(torch, "ScriptObject", None),
+    )
+    if found is not None
+)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the placeholder is a gradient that arrives when backward starts."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_primal(node: fx.Node) -> bool:
+    """Whether the placeholder is an input of the forward."""
+    return (
+        node.op == "placeholder"
+        and not is_tangent(node)
+        and not any(mark in str(node.target) for mark in ("seed", "base_offset", "rng_state"))
+        and type(node.meta.get("val")).__name__ != "BackwardState"
+    )
+
+
+def is_opaque(value: object) -> bool:
+    """Whether a traced value is a script object rather than a tensor or a number."""
+    return isinstance(value, _OPAQUE)
+
+
+def mutated_input(output_desc: object) -> object | None:
+    """The descriptor of the input that this forward output is the new content of, or None."""
+    if isinstance(output_desc, _descriptors.InputMutationAOTOutput):
+        return output_desc.mutated_input
+    return None
+
+
+def saved_desc(index: int, version_checked: bool) -> object:
+    """The descriptor AOTAutograd gives to the ``index``-th saved tensor."""
+    if not version_checked:
+        return _descriptors.SavedForBackwardsNoVcCheckAOTOutput(index)
+    return _descriptors.SavedForBackwardsAOTOutput(index)
+
+
+def default_partition(
+    joint: fx.GraphModule, joint_inputs: Any, num_forward_outputs: int, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's partition that saves everything backward reads."""
+    return _default_partition(joint, joint_inputs, num_fwd_outputs=num_forward_outputs, **options)
+
+
+def boxed(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A callable that takes its arguments in a list it empties, so that each dies at its last use."""
+    return _boxed_nop(graph, list(example_inputs))
+
+
+def aot_compile(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    compiler: Callable[..., Any] = boxed,
+    inference_compiler: Callable[..., Any] = boxed,
+) -> Callable[..., Any]:
+    """Run AOTAutograd over a Dynamo graph with our partition and compilers."""
+    aot = _aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partition,
+    )
+    return aot(graph, list(example_inputs))  # type: ignore[no-any-return]
