@@ -1,0 +1,1 @@
+"""What ops cost: seconds, FLOPs and workspaces, on a device that is here or only described."""
