@@ -1,8 +1,8 @@
 """Exhaustive optima over the class of schedules, for problems of about eight ops.
 
-The class: every forward op once, in program order; a deferred op first where a backward op demands
-it (or, if it only makes an output, after the last backward op); recomputation only after forward has
-ended; backward ops once, in order. Tangents nobody reads stay to the end.
+The class: every forward op once, in program order; a deferred op first where a backward op
+demands it (or, if it only makes an output, after the last backward op); recomputation only after
+forward has ended; backward ops once, in order. Tangents nobody reads stay to the end.
 
 Dijkstra's algorithm over the states (forward ops done, backward ops done, deferred ops that have
 run, values alive), sets as bit masks; the length of a path is its seconds, or its peak.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
+
 from remat.solvers.problem import Op, OutputOf, Phase, Problem, Value
 
 BYTES = st.integers(0, 8)
@@ -76,9 +77,11 @@ def problems(
     max_backward: int = 3,
     layers: int = 0,
 ) -> Problem:
-    """Any valid problem: shared inputs, several outputs an op, deferred ops (some demanded only as
-    outputs, some by nobody), pinned outputs, unread tangents, workspaces, owned values, ops that may
-    not run again, ops with an effect and no writes, values of zero bytes.
+    """Any valid problem.
+
+    Shared inputs, several outputs an op, deferred ops (some demanded only as outputs, some by
+    nobody), pinned outputs, unread tangents, workspaces, owned values, ops that may not run again,
+    ops with an effect and no writes, values of zero bytes.
 
     With ``layers``, forward ops belong to ``model.layers.0`` and so on, in order.
     """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from brute import least_peak, least_seconds
 from hypothesis import given
+from strategies import chain, chains, problems
+
 from remat.solvers.schedule import Schedule
 from remat.solvers.simulate import simulate
-from strategies import chain, chains, problems
 
 
 @given(problems())
@@ -36,8 +37,8 @@ def test_more_bytes_never_cost_more_seconds(problem):
 
 
 def test_chain_of_three_by_hand():
-    # Save-all holds x1 and x2, then x1, x2, g2 (3 units) at b3. Without x2 in forward: x1, x2 again,
-    # g2 at b3 all the same, so 3 units it stays; b2 needs x1, g2, g1. The least is 3, nothing rerun.
+    # Save-all holds x1 and x2, then x1, x2, g2 (3 units) at b3. Dropping x1 in forward does not help:
+    # b2 needs x1, g2 and g1. So 3 is the least, and nothing is run again.
     problem = chain([1, 1, 1, 1], [1.0, 1.0, 1.0])
     peak, _ = least_peak(problem)
     assert peak == 3

@@ -1,0 +1,333 @@
+"""What the simple solvers share: from a retention rule to a schedule, and where forward can be cut.
+
+A plan is written as one number a value, ``held_from``: once computed, value v is carried on as
+soon as ``held_from[v]`` backward ops are done. 0 means saved by forward; ``NEVER`` means dropped
+after the backward op it was recomputed for. This is the retention map K[v, p] = [p >= held_from[v]]
+of the literature; nested checkpointing (Chen's sqrt(n), Revolve) has this form. The ops that run
+follow by lazy demand: before each backward op, whatever it reads and is missing is recomputed.
+
+"Position" always means how many backward ops are done.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Final
+
+import networkx as nx
+
+from remat.solvers.problem import Problem
+from remat.solvers.schedule import Schedule
+
+NEVER: Final = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Demands:
+    """When backward needs the values that depend on no gradient, deferred ops seen through.
+
+    A backward op that reads what a deferred op makes needs what that op reads.
+
+    Attributes:
+        first, last: for each value the first and last position that needs it; ``NEVER`` and -1 for
+            a value nobody needs. An output of a deferred op counts as needed at the end.
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: Problem) -> Demands:
+        """Demands of ``problem``; linear in the number of reads."""
+        first, last = [NEVER] * len(problem.values), [-1] * len(problem.values)
+
+        def need(v: int, earliest: int, latest: int) -> None:
+            first[v], last[v] = min(first[v], earliest), max(last[v], latest)
+
+        for position, index in enumerate(problem.backward):
+            for v in problem.ops[index].reads:
+                need(v, position, position)
+        end = len(problem.backward)
+        for index in reversed(problem.deferred):
+            op = problem.ops[index]
+            for v in op.writes:
+                if problem.values[v].output:
+                    need(v, end, end)
+            earliest = min((first[v] for v in op.writes), default=NEVER)
+            latest = max((last[v] for v in op.writes), default=-1)
+            if latest >= 0:
+                for v in op.reads:
+                    need(v, earliest, latest)
+        return Demands(tuple(first), tuple(last))
+
+
+def always_kept(problem: Problem) -> list[bool]:
+    """For each value, whether no plan may drop it: outputs, owned, made by an op that runs once."""
+    return [
+        value.owned
+        or value.output is not None
+        or (problem.producer[v] >= 0 and not problem.ops[problem.producer[v]].rerunnable)
+        for v, value in enumerate(problem.values)
+    ]
+
+
+def replay(
+    problem: Problem,
+    held_from: Sequence[int],
+    recompute_at: Mapping[int, Iterable[int]] | None = None,
+) -> list[int]:
+    """The ops that run, in order, under a retention rule.
+
+    Args:
+        held_from: see the head of this file; ignored for values that are always kept.
+        recompute_at: position -> values to have there besides those the backward op reads. A
+            checkpointed layer that is recomputed as a whole is written so.
+    """
+    return _Replay(problem, held_from, recompute_at or {}).run()
+
+
+@dataclass
+class _Replay:
+    problem: Problem
+    held_from: Sequence[int]
+    recompute_at: Mapping[int, Iterable[int]]
+
+    def run(self) -> list[int]:
+        problem = self.problem
+        kept, ops = always_kept(problem), problem.ops
+        held = [0 if kept[v] else self.held_from[v] for v in range(len(kept))]
+        present = [value.owned or value.tangent for value in problem.values]
+        for index in problem.forward:
+            for v in ops[index].writes:
+                present[v] = held[v] <= 0
+        computes = list(problem.forward)
+        for position, index in enumerate(problem.backward):
+            wanted = [*ops[index].reads, *self.recompute_at.get(position, ())]
+            missing = self._missing(present, wanted)
+            computes += missing
+            for made in (*missing, index):
+                for v in ops[made].writes:
+                    present[v] = ops[made].phase == "backward" or held[v] <= position + 1
+            computes.append(index)
+        outputs = [v for v, value in enumerate(problem.values) if value.output]
+        return computes + self._missing(present, outputs)
+
+    def _missing(self, present: Sequence[bool], wanted: Iterable[int]) -> list[int]:
+        """Ops to run, in program order, so that everything ``wanted`` is there."""
+        producer, ops = self.problem.producer, self.problem.ops
+        found: set[int] = set()
+        stack = [producer[v] for v in wanted if not present[v]]
+        while stack:
+            index = stack.pop()
+            if index not in found:
+                found.add(index)
+                stack += [producer[v] for v in ops[index].reads if not present[v]]
+        return sorted(found)
+
+
+def profile(problem: Problem, computes: Sequence[int]) -> list[int]:
+    """Bytes in use while each of ``computes`` runs, as the judge would count them.
+
+    Args:
+        computes: ops in order, the forward ones first, as :func:`replay` lists them.
+    """
+    values, count = problem.values, len(computes)
+    change = [0] * (count + 1)
+    begin, end = [-1] * len(values), [-1] * len(values)
+
+    def close(v: int) -> None:
+        change[begin[v]] += values[v].bytes
+        change[end[v] + 1] -= values[v].bytes
+
+    for v in problem.tangents:
+        begin[v], end[v] = min(len(problem.forward), count), count - 1
+    for position, index in enumerate(computes):
+        op = problem.ops[index]
+        change[position] += op.workspace
+        change[position + 1] -= op.workspace
+        for v in op.reads:
+            end[v] = position
+        for v in op.writes:
+            if begin[v] >= 0 and values[v].output:
+                change[position] += values[v].bytes
+                change[position + 1] -= values[v].bytes
+                continue
+            if begin[v] >= 0:
+                close(v)
+            begin[v] = end[v] = position
+    for v, value in enumerate(values):
+        if begin[v] >= 0:
+            end[v] = count - 1 if value.output else end[v]
+            close(v)
+    return list(accumulate(change[:-1], initial=problem.fixed_bytes))[1:]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sequence of ops with its peak (bytes) and seconds."""
+
+    problem: Problem
+    computes: tuple[int, ...]
+    bytes: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: Problem, computes: Sequence[int]) -> Candidate:
+        """Work out what running ``computes`` takes."""
+        return Candidate(problem, tuple(computes), tuple(profile(problem, computes)))
+
+    @property
+    def peak(self) -> int:
+        """Bytes; see :attr:`Timeline.peak`."""
+        return max(self.bytes, default=self.problem.fixed_bytes)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return math.fsum(self.problem.ops[index].seconds for index in self.computes)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that frees every value after its last read."""
+        return Schedule.from_computes(self.problem, self.computes)
+
+    def rank(self, memory_budget: int | None) -> tuple[bool, float, float]:
+        """Sorts plans that fit by seconds before plans that do not by peak."""
+        if memory_budget is None or self.peak <= memory_budget:
+            return (False, self.seconds, self.peak)
+        return (True, self.peak, self.seconds)
+
+
+def save_all(problem: Problem) -> Candidate:
+    """Every op that is demanded runs once, every value is kept to its last read."""
+    return Candidate.of(problem, replay(problem, [0] * len(problem.values)))
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Which values cross from one forward op to the next.
+
+    Attributes:
+        made, last_read: for each value, the forward position (index into ``Problem.forward``) that
+            makes it and the last that reads it; -1 for none.
+    """
+
+    problem: Problem
+    made: tuple[int, ...]
+    last_read: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: Problem) -> Crossings:
+        """Crossings of ``problem``."""
+        made, last_read = [-1] * len(problem.values), [-1] * len(problem.values)
+        for position, index in enumerate(problem.forward):
+            for v in problem.ops[index].writes:
+                made[v] = position
+            for v in problem.ops[index].reads:
+                last_read[v] = position
+        return Crossings(problem, tuple(made), tuple(last_read))
+
+    def at(self, position: int) -> list[int]:
+        """Forward values made at or before ``position`` and read after it."""
+        return [
+            v
+            for v, (made, last) in enumerate(zip(self.made, self.last_read, strict=True))
+            if 0 <= made <= position < last
+        ]
+
+    @cached_property
+    def bytes(self) -> tuple[int, ...]:
+        """For each forward position, the bytes that :meth:`at` would save, outputs left out."""
+        change = [0] * (len(self.problem.forward) + 1)
+        for v, (made, last) in enumerate(zip(self.made, self.last_read, strict=True)):
+            if 0 <= made < last and not self.problem.values[v].output:
+                change[made] += self.problem.values[v].bytes
+                change[last] -= self.problem.values[v].bytes
+        total, running = [], 0
+        for delta in change[:-1]:
+            running += delta
+            total.append(running)
+        return tuple(total)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Forward contracted to a chain: ``cuts[k]`` is the only value between stage k and stage k + 1.
+
+    Attributes:
+        cuts: the values that separate the stages, in order.
+        ops: for each stage its forward ops, in program order.
+    """
+
+    cuts: tuple[int, ...]
+    ops: tuple[tuple[int, ...], ...]
+
+
+def contract(problem: Problem, removed: Collection[int] = ()) -> Stages:
+    """Contract forward at the values whose removal separates its first ops from its last.
+
+    Such a value is an articulation point, on the longest path, of the undirected graph of forward
+    ops and values: what hangs on one side only (a cast of a parameter, a statistic) does not blur
+    it, as it would blur a dominator. Ops that are not connected with the longest path (those that
+    only make ``removed`` values, say) belong to no stage.
+
+    Args:
+        removed: values to leave out of the graph. Owned ones always are, and those should be that
+            every plan keeps but many stages read.
+    """
+    flow = _forward_graph(problem, removed)
+    path = nx.dag_longest_path(flow) if flow else []
+    skeleton = flow.to_undirected()
+    block = {
+        frozenset(edge): number
+        for number, edges in enumerate(nx.biconnected_component_edges(skeleton))
+        for edge in edges
+    }
+    count = len(problem.ops)
+    cuts = [
+        node - count
+        for before, node, after in zip(path, path[1:], path[2:], strict=False)
+        if node >= count and block[frozenset((before, node))] != block[frozenset((node, after))]
+    ]
+    return Stages(tuple(cuts), _stage_ops(problem, skeleton, cuts, path))
+
+
+def _forward_graph(problem: Problem, removed: Collection[int]) -> nx.DiGraph:
+    """Ops are nodes i, values are nodes len(ops) + v."""
+    flow, count = nx.DiGraph(), len(problem.ops)
+    for index in problem.forward:
+        op = problem.ops[index]
+        flow.add_node(index)
+        for v in op.reads:
+            if not problem.values[v].owned and v not in removed:
+                flow.add_edge(count + v, index)
+        for v in op.writes:
+            if v not in removed:
+                flow.add_edge(index, count + v)
+    return flow
+
+
+def _stage_ops(
+    problem: Problem, skeleton: nx.Graph, cuts: Sequence[int], path: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    count = len(problem.ops)
+    stage_of_cut = {v: k for k, v in enumerate(cuts)}
+    pieces = skeleton.copy()
+    pieces.remove_nodes_from([count + v for v in cuts])
+    stages: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
+    on_path = set(path)
+    for piece in nx.connected_components(pieces):
+        ops = [node for node in piece if node < count]
+        touched = [stage_of_cut[v] for i in ops for v in problem.ops[i].writes if v in stage_of_cut]
+        touched += [
+            stage_of_cut[v] + 1 for i in ops for v in problem.ops[i].reads if v in stage_of_cut
+        ]
+        if not touched and not cuts and piece & on_path:
+            touched = [0]
+        if touched:
+            stages[min(touched)] += ops
+    return tuple(tuple(sorted(ops)) for ops in stages)
