@@ -1,0 +1,1 @@
+"""Runs against peers and over the grid of models and budgets: ``python -m benchmarks.peers``."""
