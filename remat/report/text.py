@@ -1,0 +1,285 @@
+"""A plan on one screen of eighty columns, and the words of a budget that is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Final
+
+from remat.solvers.errors import BudgetTooSmall
+from remat.solvers.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from remat.plans import DecisionRow, LayerRow, PhaseRow, Plan
+    from remat.solvers.problem import Op, Problem
+    from remat.solvers.schedule import Solution
+
+WIDTH: Final = 80
+LAYER_ROWS: Final = 16
+DECISION_ROWS: Final = 10
+ALIVE_ROWS: Final = 6
+NOTE_ROWS: Final = 6
+
+_LAYER_WIDTH: Final = 32
+_BAR_WIDTH: Final = 15
+
+
+def plan_text(plan: Plan) -> str:
+    """Budget, peak and where it is, extra time by phase, gap, bytes by layer, decisions, notes."""
+    sections = (
+        _head(plan),
+        _phases(plan.phases),
+        _layers(plan.by_layer()),
+        _decisions(tuple(plan.decisions.values())),
+        _notes(plan.notes),
+    )
+    lines = "\n\n".join("\n".join(section) for section in sections if section)
+    return "\n".join(line.rstrip() for line in lines.splitlines())
+
+
+def _head(plan: Plan) -> list[str]:
+    solution, problem = plan.solution, plan.problem
+    budget = "none" if plan.memory_budget is None else format_bytes(plan.memory_budget)
+    least = "" if plan.least_peak is None else f", least {format_bytes(plan.least_peak)}"
+    rows = [
+        ("plan", f"{problem.name or plan.graph_hash[:12]}, {plan.executor} on {plan.device}"),
+        ("budget", budget),
+        ("peak", f"{format_bytes(plan.peak)} (without remat {format_bytes(plan.baseline_peak)}"
+                 f"{least})"),
+        ("resident", f"{format_bytes(problem.fixed_bytes)} of that: parameters, inputs, state"),
+        *_peak_rows(_peak_op(problem, solution)),
+        ("extra", f"{_percent(plan.extra_time)} time, {_percent(plan.extra_flops)} FLOPs"),
+        ("gap", _gap(solution)),
+    ]  # fmt: skip
+    return [_clip(f"{name:<11}{text}") for name, text in rows]
+
+
+def _peak_rows(op: Op | None) -> Iterator[tuple[str, str]]:
+    if op is None:
+        yield "peak is at", _place(op)
+        return
+    yield "peak is at", f"{op.target or op.name}, {op.phase}"
+    if op.layer or op.source:
+        yield "", _left(" ".join(part for part in (op.layer, op.source) if part), WIDTH - 11)
+
+
+def _gap(solution: Solution) -> str:
+    by = f"{solution.solver}, {format_seconds(solution.solve_time)}"
+    if solution.status == "optimal":
+        return f"none: no plan of its kind is faster ({by})"
+    if not solution.fits:
+        return f"{solution.status}: no plan within the budget ({by})"
+    return f"a better plan could be faster by {100 * solution.gap:.2f} % at most ({by})"
+
+
+def _phases(phases: Iterable[PhaseRow]) -> list[str]:
+    lines = [f"{'phase':<12}{'time':>21}{'FLOPs':>23}{'peak':>24}"]
+    for row in phases:
+        time = f"{format_seconds(row.baseline_seconds)} → {format_seconds(row.seconds)}"
+        flops = f"{_flops(row.baseline_flops)} → {_flops(row.flops)}"
+        peak = f"{format_bytes(row.baseline_peak)} → {format_bytes(row.peak)}"
+        lines.append(f"{row.phase:<12}{time:>21}{flops:>23}{peak:>24}")
+    return lines
+
+
+def _layers(rows: Sequence[LayerRow]) -> list[str]:
+    if not rows:
+        return []
+    rows = _fold(rows)
+    longest = max(map(_bulk, rows))
+    head = (
+        f"{'layer':<{_LAYER_WIDTH}} {'█ kept ░ not':<{_BAR_WIDTH}}"
+        f"{'unasked':>10}{'kept':>11}{'extra':>11}"
+    )
+    lines = [head]
+    for row in rows:
+        lines.append(
+            f"{_left(_named(row.layer), _LAYER_WIDTH):<{_LAYER_WIDTH}} "
+            f"{_bar(row, longest):<{_BAR_WIDTH}}"
+            f"{format_bytes(row.baseline_bytes):>10}{format_bytes(row.kept_bytes):>11}"
+            f"{_more_seconds(row.extra_seconds):>11}"
+        )
+    return lines
+
+
+def _fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """At most ``LAYER_ROWS`` rows: modules joined by their parents, then the small ones summed.
+
+    The shallowest depth that gives eight rows tells the blocks of a model apart and not yet
+    everything inside them.
+    """
+    deepest = max(row.layer.count(".") + 1 for row in rows)
+    folded = list(rows)
+    for depth in range(1, deepest + 1):
+        folded = _joined(rows, [".".join(row.layer.split(".")[:depth]) for row in rows])
+        if len(folded) >= 8:
+            break
+    if len(folded) <= LAYER_ROWS:
+        return folded
+    largest = sorted(folded, key=_bulk)[:-LAYER_ROWS:-1]
+    shown = {row.layer for row in largest}
+    rest = f"{len(folded) - len(shown)} smaller layers"
+    return sorted(
+        _joined(folded, [row.layer if row.layer in shown else rest for row in folded]),
+        key=lambda row: row.layer == rest,
+    )
+
+
+def _bulk(row: LayerRow) -> int:
+    """The longer bar. A plan may keep what the baseline drops, because recomputing reads it."""
+    return max(row.baseline_bytes, row.kept_bytes)
+
+
+def _joined(rows: Sequence[LayerRow], names: Sequence[str]) -> list[LayerRow]:
+    together: dict[str, list[LayerRow]] = {}
+    for row, name in zip(rows, names, strict=True):
+        together.setdefault(name, []).append(row)
+    figures = [field.name for field in fields(rows[0])][1:]
+    return [
+        type(rows[0])(name, *(sum(getattr(row, figure) for row in part) for figure in figures))
+        for name, part in together.items()
+    ]
+
+
+def _bar(row: LayerRow, longest: int) -> str:
+    if longest == 0:
+        return ""
+    kept = round(_BAR_WIDTH * row.kept_bytes / longest)
+    return "█" * kept + "░" * (round(_BAR_WIDTH * _bulk(row) / longest) - kept)
+
+
+def _decisions(rows: Sequence[DecisionRow]) -> list[str]:
+    if not rows:
+        return []
+    lines = [f"the {min(DECISION_ROWS, len(rows))} largest of {len(rows)} decisions"]
+    for row in sorted(rows, key=lambda row: -row.bytes)[:DECISION_ROWS]:
+        cost = _more_seconds(row.seconds)
+        where = ", ".join(part for part in (_left(row.layer, 24), row.source) if part)
+        head = f"{row.action:<10}{format_bytes(row.bytes):>10}{cost:>11}  "
+        name = _clip(row.value, 18)
+        lines.append(head + f"{name:<19}" + _left(where, WIDTH - len(head) - 19))
+    return lines
+
+
+def _notes(notes: Sequence[str]) -> list[str]:
+    lines = [_clip(f"note: {note}") for note in notes[:NOTE_ROWS]]
+    if len(notes) > NOTE_ROWS:
+        lines.append(f"and {len(notes) - NOTE_ROWS} more notes (plan.notes)")
+    return lines
+
+
+def budget_too_small(problem: Problem, solution: Solution, memory_budget: int) -> BudgetTooSmall:
+    """The error for a budget nothing fits in, in words.
+
+    Args:
+        solution: the answer for that budget; its schedule is the plan with the least peak found.
+        memory_budget: what was asked for, in bytes.
+    """
+    least, proven = solution.peak, solution.peak_lower_bound
+    message = [
+        f"memory_budget {format_bytes(memory_budget)} ({memory_budget} bytes) is too small.",
+        *_which_bound(solution, memory_budget),
+        f"That peak is at {_place(_peak_op(problem, solution))}, with these alive:",
+        *(f"  {format_bytes(size):>10}  {what}" for size, what in _alive(problem, solution)),
+    ]
+    if memory_budget < proven and solution.floor_op >= 0:
+        message.append(f"What proves it is {_place(problem.ops[solution.floor_op])}.")
+    message.append(_what_would_help(problem, least, memory_budget))
+    return BudgetTooSmall(
+        "\n".join(message),
+        memory_budget=memory_budget,
+        least_peak=least,
+        peak_lower_bound=proven,
+    )
+
+
+def _which_bound(solution: Solution, memory_budget: int) -> Iterator[str]:
+    least, proven = solution.peak, solution.peak_lower_bound
+    yield f"The least peak a plan was found for is {format_bytes(least)} ({least} bytes)."
+    if memory_budget < proven:
+        yield f"It is proven that no plan peaks below {format_bytes(proven)} ({proven} bytes)."
+    else:
+        yield (
+            f"Only below {format_bytes(proven)} ({proven} bytes) is it proven that there is none: "
+            "a longer time_limit may find one."
+        )
+
+
+def _alive(problem: Problem, solution: Solution) -> list[tuple[int, str]]:
+    """(bytes, what) alive at the peak, largest first; the small ones in one row."""
+    held = []
+    for value in solution.timeline.alive_at_peak:
+        producer = problem.producer[value]
+        name, size = problem.values[value].name, problem.values[value].bytes
+        if problem.values[value].owned:  # already among the resident bytes
+            continue
+        made_by = f" of {_place(problem.ops[producer])}" if producer >= 0 else " (from outside)"
+        held.append((size, name + made_by))
+    op = _peak_op(problem, solution)
+    if op is not None and op.workspace:
+        held.append((op.workspace, f"workspace of {op.target or op.name}"))
+    held.sort(key=lambda row: -row[0])
+    shown, rest = held[:ALIVE_ROWS], held[ALIVE_ROWS:]
+    if rest:
+        shown.append((sum(size for size, _ in rest), f"{len(rest)} smaller values"))
+    if problem.fixed_bytes:
+        shown.append((problem.fixed_bytes, "parameters, inputs and other resident bytes"))
+    return shown
+
+
+def _what_would_help(problem: Problem, least: int, memory_budget: int) -> str:
+    if problem.fixed_bytes >= memory_budget:
+        return (
+            f"Resident bytes alone take {format_bytes(problem.fixed_bytes)}, which no plan can "
+            "change: use a smaller model or dtype, or shard the parameters."
+        )
+    return (
+        f"What would help: memory_budget={least} (or 0.0, the least there is); a smaller batch, "
+        "with gradients accumulated over several; shorter sequences or smaller images."
+    )
+
+
+def _peak_op(problem: Problem, solution: Solution) -> Op | None:
+    from remat.plans import op_at
+
+    return op_at(problem, solution.schedule, solution.timeline.peak_step)
+
+
+def _place(op: Op | None) -> str:
+    """``aten.gelu in transformer.h.3.mlp (model.py:42), backward``."""
+    if op is None:
+        return "the start, where only resident bytes are there"
+    layer = f" in {op.layer}" if op.layer else ""
+    source = f" ({op.source})" if op.source else ""
+    return f"{op.target or op.name}{layer}{source}, {op.phase}"
+
+
+def _named(layer: str) -> str:
+    return layer or "(no module)"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def _more_seconds(seconds: float) -> str:
+    return f"+{format_seconds(seconds)}" if seconds > 0 else ""
+
+
+def _flops(count: int) -> str:
+    """Decimal units, as everybody counts them: ``1.20 T``, ``411.4 G``."""
+    for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            scaled = count / unit
+            return f"{scaled:.2f} {name}" if scaled < 10 else f"{scaled:.1f} {name}"
+    return str(count)
+
+
+def _clip(text: str, width: int = WIDTH) -> str:
+    """Cut at the right: what matters stands first."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _left(text: str, width: int) -> str:
+    """Cut at the left: the end of a path tells more than its beginning."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
