@@ -18,6 +18,7 @@ from remat.budget import Budget as Budget
 from remat.budget import machine_memory as machine_memory
 from remat.budget import parse_budget as parse_budget
 from remat.solvers.errors import InvalidOption
+from remat.solvers.registry import find
 
 if TYPE_CHECKING:
     from remat.plans import Plan
@@ -196,9 +197,9 @@ def _solver(given: object, every_n_layers: int | None) -> str:
         )
     if given == "auto":
         return given if every_n_layers is None else "every_n_layers"
-    # Importing the solvers costs numba and PuLP, so only a named one is looked up.
+    # Importing the solvers registers them and costs numba and PuLP: only a named one is looked up.
     importlib.import_module("remat.solvers.choose")
-    importlib.import_module("remat.solvers.registry").find(given)
+    find(given)
     return given
 
 

@@ -11,6 +11,7 @@ from the first step of the backward part on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from remat.solvers.errors import InvalidSchedule
 from remat.solvers.problem import Link, Problem
@@ -209,5 +210,5 @@ class _State:
     def _name(self, value: int) -> str:
         return repr(self.problem.values[value].name)
 
-    def _refuse(self, position: int, why: str) -> None:
+    def _refuse(self, position: int, why: str) -> NoReturn:
         raise InvalidSchedule(f"step {position}: {why}")

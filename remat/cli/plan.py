@@ -92,7 +92,7 @@ def _step(
         raise InvalidOption(
             f"{where} returned a {type(made).__name__}{size}; it must return {_WANTED}"
         )
-    model, args, kwargs, loss = (*made, *(None,) * (4 - len(made)))
+    model, args, kwargs, loss = [*made, None, None][:4]
     if not callable(model):
         raise InvalidOption(f"{where}: the model is a {type(model).__name__}; it must be a module")
     if not isinstance(args, tuple | list):
@@ -110,7 +110,7 @@ def _find(module: str, function: str) -> Callable[[], Any]:
     if "" not in sys.path and "." not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: a script of this folder is what is meant
     try:
-        found: Any = importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # something that the user's module imports
@@ -123,4 +123,4 @@ def _find(module: str, function: str) -> Callable[[], Any]:
         found = getattr(found, name)
     if not callable(found):
         raise InvalidOption(f"{module}:{function} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    return found
