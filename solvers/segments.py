@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Final
-
-import networkx as nx
 
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule
@@ -130,40 +128,43 @@ class _Replay:
         return sorted(found)
 
 
-def profile(problem: Problem, computes: Sequence[int]) -> list[int]:
-    """Bytes in use while each of ``computes`` runs, as the judge would count them.
+def lifetimes(problem: Problem, computes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(value, first, last) for each instance: the places in ``computes`` where it is alive.
 
     Args:
-        computes: ops in order, the forward ones first, as :func:`replay` lists them.
+        computes: ops in order, the forward ones first, as :func:`replay` lists them. Between those
+            and the rest the tangents arrive.
     """
-    values, count = problem.values, len(computes)
-    change = [0] * (count + 1)
-    begin, end = [-1] * len(values), [-1] * len(values)
-
-    def close(v: int) -> None:
-        change[begin[v]] += values[v].bytes
-        change[end[v] + 1] -= values[v].bytes
-
-    for v in problem.tangents:
-        begin[v], end[v] = min(len(problem.forward), count), count - 1
-    for position, index in enumerate(computes):
+    values, end = problem.values, len(computes) - 1
+    first, last = [-1] * len(values), [-1] * len(values)
+    if len(problem.forward) <= end:
+        for v in problem.tangents:
+            first[v], last[v] = len(problem.forward), end
+    for place, index in enumerate(computes):
         op = problem.ops[index]
-        change[position] += op.workspace
-        change[position + 1] -= op.workspace
         for v in op.reads:
-            end[v] = position
+            last[v] = place
         for v in op.writes:
-            if begin[v] >= 0 and values[v].output:
-                change[position] += values[v].bytes
-                change[position + 1] -= values[v].bytes
+            if first[v] >= 0 and values[v].output:
+                yield v, place, place  # the first instance stays; this one is dropped at once
                 continue
-            if begin[v] >= 0:
-                close(v)
-            begin[v] = end[v] = position
+            if first[v] >= 0:
+                yield v, first[v], last[v]
+            first[v] = last[v] = place
     for v, value in enumerate(values):
-        if begin[v] >= 0:
-            end[v] = count - 1 if value.output else end[v]
-            close(v)
+        if first[v] >= 0:
+            yield v, first[v], end if value.output else last[v]
+
+
+def profile(problem: Problem, computes: Sequence[int]) -> list[int]:
+    """Bytes in use while each of ``computes`` runs, as the judge counts them."""
+    change = [0] * (len(computes) + 1)
+    for place, index in enumerate(computes):
+        change[place] += problem.ops[index].workspace
+        change[place + 1] -= problem.ops[index].workspace
+    for v, first, last in lifetimes(problem, computes):
+        change[first] += problem.values[v].bytes
+        change[last + 1] -= problem.values[v].bytes
     return list(accumulate(change[:-1], initial=problem.fixed_bytes))[1:]
 
 
@@ -252,82 +253,3 @@ class Crossings:
             running += delta
             total.append(running)
         return tuple(total)
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Forward contracted to a chain: ``cuts[k]`` is the only value between stage k and stage k + 1.
-
-    Attributes:
-        cuts: the values that separate the stages, in order.
-        ops: for each stage its forward ops, in program order.
-    """
-
-    cuts: tuple[int, ...]
-    ops: tuple[tuple[int, ...], ...]
-
-
-def contract(problem: Problem, removed: Collection[int] = ()) -> Stages:
-    """Contract forward at the values whose removal separates its first ops from its last.
-
-    Such a value is an articulation point, on the longest path, of the undirected graph of forward
-    ops and values: what hangs on one side only (a cast of a parameter, a statistic) does not blur
-    it, as it would blur a dominator. Ops that are not connected with the longest path (those that
-    only make ``removed`` values, say) belong to no stage.
-
-    Args:
-        removed: values to leave out of the graph. Owned ones always are, and those should be that
-            every plan keeps but many stages read.
-    """
-    flow = _forward_graph(problem, removed)
-    path = nx.dag_longest_path(flow) if flow else []
-    skeleton = flow.to_undirected()
-    block = {
-        frozenset(edge): number
-        for number, edges in enumerate(nx.biconnected_component_edges(skeleton))
-        for edge in edges
-    }
-    count = len(problem.ops)
-    cuts = [
-        node - count
-        for before, node, after in zip(path, path[1:], path[2:], strict=False)
-        if node >= count and block[frozenset((before, node))] != block[frozenset((node, after))]
-    ]
-    return Stages(tuple(cuts), _stage_ops(problem, skeleton, cuts, path))
-
-
-def _forward_graph(problem: Problem, removed: Collection[int]) -> nx.DiGraph:
-    """Ops are nodes i, values are nodes len(ops) + v."""
-    flow, count = nx.DiGraph(), len(problem.ops)
-    for index in problem.forward:
-        op = problem.ops[index]
-        flow.add_node(index)
-        for v in op.reads:
-            if not problem.values[v].owned and v not in removed:
-                flow.add_edge(count + v, index)
-        for v in op.writes:
-            if v not in removed:
-                flow.add_edge(index, count + v)
-    return flow
-
-
-def _stage_ops(
-    problem: Problem, skeleton: nx.Graph, cuts: Sequence[int], path: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    count = len(problem.ops)
-    stage_of_cut = {v: k for k, v in enumerate(cuts)}
-    pieces = skeleton.copy()
-    pieces.remove_nodes_from([count + v for v in cuts])
-    stages: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
-    on_path = set(path)
-    for piece in nx.connected_components(pieces):
-        ops = [node for node in piece if node < count]
-        touched = [stage_of_cut[v] for i in ops for v in problem.ops[i].writes if v in stage_of_cut]
-        touched += [
-            stage_of_cut[v] + 1 for i in ops for v in problem.ops[i].reads if v in stage_of_cut
-        ]
-        if not touched and not cuts and piece & on_path:
-            touched = [0]
-        if touched:
-            stages[min(touched)] += ops
-    return tuple(tuple(sorted(ops)) for ops in stages)

@@ -14,12 +14,12 @@ from remat.solvers.segments import (
     Candidate,
     Crossings,
     Demands,
-    contract,
     profile,
     replay,
     save_all,
 )
 from remat.solvers.simulate import simulate
+from remat.solvers.stages import contract
 
 
 @st.composite
