@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -68,3 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RematError as error:
         print(f"remat {arguments.command}: {error}", file=sys.stderr)
         return FAILED
+    except BrokenPipeError:  # `remat show plan.json | head`: the reader has seen enough
+        # Python flushes stdout once more when it ends, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE

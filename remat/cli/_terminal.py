@@ -41,7 +41,7 @@ def print_report(text: str) -> None:
         # Where the locale has no bars and arrows, a report with question marks beats none.
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
-        print(text)
+        print(text, flush=True)
         return
     from rich.console import Console
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
+import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ from typing import Any
 import pytest
 
 from remat import __version__
-from remat.cli import DONE, FAILED, USAGE, main, subcommands
+from remat.cli import DONE, FAILED, USAGE, _terminal, main, subcommands
 from remat.plans import Plan
 
 Captured = pytest.CaptureFixture[str]
@@ -229,3 +233,67 @@ def test_an_output_that_cannot_be_is_known_before(
     assert main(line) == FAILED
     assert message in capsys.readouterr().err
     assert planner.asked == []
+
+
+def test_a_reader_that_leaves_early_is_no_error(plan: Plan, tmp_path: Path) -> None:
+    """``remat show plan.json | head``: here the reader is gone before the first byte."""
+    plan.save(tmp_path / "plan.json")
+    reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    reader.wait()
+    command = [sys.executable, "-m", "remat.cli", "show", str(tmp_path / "plan.json")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, stdout=reader.stdin, stderr=subprocess.PIPE, text=True)
+    assert reader.stdin is not None
+    reader.stdin.close()
+    assert (done.returncode, done.stderr) == (DONE, "")
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_spinner_turns_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.status import Status
+
+    started = threading.Event()
+    begin = Status.start
+
+    def start(status: Status) -> None:
+        begin(status)
+        started.set()
+
+    monkeypatch.setattr(Status, "start", start)
+    monkeypatch.setattr(_terminal, "SPINNER_DELAY", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with _terminal.spinner("planning"):
+        assert started.wait(60)
+    assert "planning" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_no_spinner_for_what_is_quick_or_piped(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_terminal, "SPINNER_DELAY", 1e6 if stream.isatty() else 0.0)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with _terminal.spinner("planning"):
+        pass
+    assert stream.getvalue() == ""
+
+
+def test_a_report_is_coloured_on_a_terminal_and_complete(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    _terminal.print_report(str(plan))
+    shown = terminal.getvalue()
+    assert "\x1b[" in shown
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == f"{plan}\n"
