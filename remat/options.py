@@ -70,10 +70,10 @@ class Options:
     keep: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     optimizer: Any = None
-    on_unplanned: str = "warn"
+    on_unplanned: Literal["warn", "raise", "ignore"] = "warn"
     inductor: dict[str, Any] | None = None
     plan: Plan | None = None
-    cost: str | None = None
+    cost: Literal["measured", "roofline", "flops"] | None = None
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget)
