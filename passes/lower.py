@@ -148,6 +148,9 @@ class _Builder:
         for storage, creator in enumerate(self.storages.creator):
             owned = creator.op == "get_attr" or private.is_primal(creator)
             output = "forward" if storage in returned else "backward" if storage in gradients else None
+            if private.is_tangent(creator) and creator.meta["val"].numel() == 1:
+                # The gradient of a loss is made, and held to the end, by whoever calls backward().
+                output = "backward"
             self.value_of[storage] = len(self.values)
             self.values.append(
                 Value(

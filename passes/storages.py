@@ -36,11 +36,12 @@ class Storages:
     created: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(joint: JointGraph, granularity: int = 1) -> Storages:
+    def of(joint: JointGraph, granularity: int = 1, device_type: str | None = None) -> Storages:
         """Read them off the fake values.
 
         Args:
             granularity: the allocator hands out multiples of this many bytes.
+            device_type: count bytes on this kind of device only; None counts all.
         """
         found = Storages()
         index: dict[int, int] = {}
@@ -52,7 +53,9 @@ class Storages:
                 if key not in index:
                     index[key] = len(found.bytes)
                     created.append(index[key])
-                    found.bytes.append(-(-storage.nbytes() // granularity) * granularity)
+                    size = -(-storage.nbytes() // granularity) * granularity
+                    elsewhere = device_type not in (None, tensor.device.type)
+                    found.bytes.append(0 if elsewhere else size)
                     found.creator.append(node)
                     found.holder.append(node)
                 held.append(index[key])
@@ -88,3 +91,12 @@ def _storage(node: fx.Node, tensor: torch.Tensor) -> torch.UntypedStorage:
             f"{node.name} is a {tensor.layout} tensor ({type(tensor).__name__}), which has no "
             "single storage; this version plans dense tensors"
         ) from error
+
+
+def main_device(joint: JointGraph) -> torch.device:
+    """The device that holds most bytes of the graph."""
+    held: dict[torch.device, int] = {}
+    for node in joint.nodes:
+        for tensor in tensors_of(node):
+            held[tensor.device] = held.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+    return max(held, key=lambda device: held[device], default=torch.device("cpu"))

@@ -1,0 +1,49 @@
+"""What was already solved in this process: plans of other budgets for the same problem.
+
+A schedule that fits a larger budget at least as well is never forgotten: it is where the solver
+starts, so predicted time does not grow with the budget.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from remat.solvers.problem import Problem
+from remat.solvers.schedule import Schedule, Solution
+
+_PROBLEMS_KEPT: Final = 16
+
+
+@dataclass
+class KnownPlans:
+    """What is known about one problem, its fixed bytes aside (they shift every peak alike)."""
+
+    least: Solution | None = None
+    schedules: list[Schedule] = field(default_factory=list)
+
+    def remember(self, schedule: Schedule) -> None:
+        if schedule not in self.schedules:
+            self.schedules.append(schedule)
+
+
+_LOCK: Final = threading.Lock()
+_KNOWN: Final[OrderedDict[str, KnownPlans]] = OrderedDict()
+
+
+def known_plans(problem: Problem) -> KnownPlans:
+    """The record of ``problem``, made if there is none; the least recently used one is dropped."""
+    with _LOCK:
+        record = _KNOWN.setdefault(problem.key, KnownPlans())
+        _KNOWN.move_to_end(problem.key)
+        while len(_KNOWN) > _PROBLEMS_KEPT:
+            _KNOWN.popitem(last=False)
+        return record
+
+
+def forget() -> None:
+    """Drop everything that is known."""
+    with _LOCK:
+        _KNOWN.clear()

@@ -1,0 +1,1 @@
+"""Who runs the two graphs of a partition."""

@@ -1,0 +1,244 @@
+"""One joint graph in, forward, backward and their plan out: ``partition``, stateless.
+
+Whoever wants another frontend calls this function directly. What must be remembered from call to
+call is the session's; it comes in as a ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import remat
+from remat.budget import machine_memory
+from remat.cache import KnownPlans, known_plans
+from remat.cost.device import DeviceSpec, find_device
+from remat.cost.model import CostModel
+from remat.options import Options
+from remat.passes.baseline import baseline_schedule
+from remat.passes.costs import OpCost
+from remat.passes.joint import JointGraph
+from remat.passes.lower import Lowered, lower, op_nodes
+from remat.passes.mutation import pin_mutated_reads
+from remat.passes.split import split
+from remat.passes.storages import Storages, main_device
+from remat.passes.torch_private import partition as private
+from remat.passes.verify import verify_joint, verify_split
+from remat.plans import Plan
+from remat.report.text import budget_too_small
+from remat.solvers.choose import least_peak, solve
+from remat.solvers.errors import BudgetTooSmall, PlanMismatch
+from remat.solvers.problem import Problem
+from remat.solvers.schedule import Schedule, Solution, Timeline
+from remat.solvers.simulate import simulate
+from remat.solvers.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What is alive beside this graph, in bytes.
+
+    Attributes:
+        resident: parameters, buffers, inputs, gradients and optimizer state at entry.
+        other_graphs: what other graphs of the step keep alive meanwhile.
+        device_exists: whether ops may be run to measure them; ``remat.plan`` runs nothing.
+    """
+
+    resident: int = 0
+    other_graphs: int = 0
+    device_exists: bool = True
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.resident + self.other_graphs
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Two graphs, and the plan they follow."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    plan: Plan
+
+
+def partition(
+    module: fx.GraphModule,
+    joint_inputs: Any,
+    options: Options,
+    ledger: Ledger,
+    *,
+    num_fwd_outputs: int,
+    **torch_options: Any,
+) -> Partition:
+    """Plan a joint graph within ``options.memory_budget`` and split it accordingly.
+
+    Where the baseline meets the budget, torch's own two graphs are handed over untouched.
+
+    Args:
+        module: the joint graph, as AOTAutograd hands it to a ``partition_fn``.
+        torch_options: further keyword arguments AOTAutograd passes to a partition.
+
+    Raises:
+        BudgetTooSmall: no plan fits.
+        CaptureError: the graph has something this version cannot plan.
+        PlanMismatch: ``options.plan`` belongs to another graph.
+    """
+    joint = JointGraph.make(module, num_fwd_outputs)
+    verify_joint(joint, "capture")
+    graph_hash = joint.hash
+    joint = pin_mutated_reads(joint)
+    verify_joint(joint, "pin_mutated_reads")
+    device = main_device(joint)
+    spec = find_device(options.device or device)
+    storages = Storages.of(joint, spec.granularity, device.type)
+    costs, how = _costs(joint, storages, spec, options, ledger)
+    lowered = lower(joint, storages, costs, fixed_bytes=ledger.total, cost=how)
+    own = private.default_partition(module, joint_inputs, num_fwd_outputs, **torch_options)
+    baseline = baseline_schedule(lowered, *own)
+    chosen = _choose(lowered, baseline, options, graph_hash, device)
+    plan = Plan(
+        remat_version=remat.__version__,
+        torch_version=torch.__version__,
+        device=spec.name,
+        executor=options.executor,
+        graph_hash=graph_hash,
+        memory_budget=chosen.memory_budget,
+        problem=lowered.problem,
+        solution=chosen.solution,
+        baseline=baseline,
+        least_peak=chosen.least_peak,
+        notes=_notes(lowered, costs),
+    )
+    if chosen.solution.schedule == baseline:
+        return Partition(*own, plan)
+    forward, backward = split(lowered, chosen.solution.schedule)
+    verify_split(lowered, chosen.solution.schedule, forward, backward)
+    return Partition(forward, backward, plan)
+
+
+def _costs(
+    joint: JointGraph, storages: Storages, spec: DeviceSpec, options: Options, ledger: Ledger
+) -> tuple[Mapping[fx.Node, OpCost], str]:
+    mode = options.cost or ("measured" if ledger.device_exists else "roofline")
+    model = CostModel(spec, mode, run=ledger.device_exists)
+    return model.costs(op_nodes(joint, storages)), f"{mode} on {spec.name}"
+
+
+@dataclass(frozen=True)
+class _Choice:
+    solution: Solution
+    memory_budget: int | None
+    least_peak: int | None = None
+
+
+def _choose(
+    lowered: Lowered, baseline: Schedule, options: Options, graph_hash: str, device: torch.device
+) -> _Choice:
+    problem = lowered.problem
+    if options.plan is not None:
+        return _replay(problem, options.plan, graph_hash)
+    known = known_plans(problem)
+    timeline = simulate(problem, baseline)
+    total, free = machine_memory(str(device)) if options.budget.needs_device else (None, None)
+    budget = options.budget.resolve(
+        baseline_peak=timeline.peak,
+        least_peak=lambda: _least(problem, known, options).peak,
+        device_total=total,
+        device_free=None if free is None else free + problem.fixed_bytes,
+    )
+    least = known.least.peak if known.least is not None else None
+    # A solver that was asked for by name is asked even where the baseline would do.
+    if budget is None and options.solver == "auto":
+        return _Choice(_untouched(problem, baseline, timeline, None), None, least)
+    if budget is not None and timeline.peak <= budget and options.solver == "auto":
+        return _Choice(_untouched(problem, baseline, timeline, budget), budget, least)
+    solution = _solve(problem, known, options, budget)
+    if not solution.fits:
+        assert budget is not None
+        raise budget_too_small(problem, solution, budget)
+    return _Choice(solution, budget, least)
+
+
+def _least(problem: Problem, known: KnownPlans, options: Options) -> Solution:
+    if known.least is None:
+        known.least = least_peak(problem, time_limit=options.time_limit)
+        known.remember(known.least.schedule)
+    return known.least
+
+
+def _solve(
+    problem: Problem, known: KnownPlans, options: Options, budget: int | None
+) -> Solution:
+    starts = tuple(known.schedules) if options.solver == "auto" else ()
+    solution = solve(
+        problem,
+        memory_budget=budget,
+        solver=options.solver,
+        time_limit=options.time_limit,
+        gap=options.gap,
+        every_n_layers=options.every_n_layers or 1,
+        starts=starts,
+    )
+    if solution.fits:
+        known.remember(solution.schedule)
+    return solution
+
+
+def _untouched(
+    problem: Problem, baseline: Schedule, timeline: Timeline, budget: int | None
+) -> Solution:
+    return Solution(
+        problem_key=problem.key,
+        schedule=baseline,
+        timeline=timeline,
+        memory_budget=budget,
+        status="optimal",
+        lower_bound=min(timeline.seconds, problem.base_seconds),
+        peak_lower_bound=problem.fixed_bytes,
+        floor_op=-1,
+        solver="baseline",
+    )
+
+
+def _replay(problem: Problem, plan: Plan, graph_hash: str) -> _Choice:
+    """The stored schedule, priced anew: the resident bytes and this device's costs may differ."""
+    plan.check(graph_hash, torch.__version__)
+    ours, theirs = ([(op.phase, op.reads, op.writes) for op in p.ops] for p in (problem, plan.problem))
+    if ours != theirs:
+        raise PlanMismatch(
+            "the plan's steps do not fit this graph: it was written by another version of remat "
+            f"({plan.remat_version}, this is {remat.__version__}); plan again with remat.plan"
+        )
+    timeline = simulate(problem, plan.solution.schedule)
+    if plan.memory_budget is not None and timeline.peak > plan.memory_budget:
+        raise BudgetTooSmall(
+            f"the stored plan peaks at {format_bytes(timeline.peak)} here, above its budget of "
+            f"{format_bytes(plan.memory_budget)}: more is resident now, or this device's kernels "
+            "need other workspaces than were assumed; plan again with memory_budget=",
+            memory_budget=plan.memory_budget,
+            least_peak=timeline.peak,
+            peak_lower_bound=plan.solution.peak_lower_bound,
+        )
+    solution = dataclasses.replace(
+        plan.solution, problem_key=problem.key, timeline=timeline, lower_bound=0.0
+    )
+    return _Choice(solution, plan.memory_budget, plan.least_peak)
+
+
+def _notes(lowered: Lowered, costs: Mapping[fx.Node, OpCost]) -> tuple[str, ...]:
+    assumed: dict[str, int] = {}
+    for node, cost in costs.items():
+        if cost.assumed:
+            assumed[str(node.target)] = assumed.get(str(node.target), 0) + 1
+    notes = list(lowered.kept)
+    if assumed:
+        listed = ", ".join(f"{target} ({count})" for target, count in sorted(assumed.items()))
+        notes.append(f"workspace not measured, assumed to be none: {listed}")
+    return tuple(notes)

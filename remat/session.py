@@ -1,0 +1,176 @@
+"""What must be remembered from call to call: the graphs of a model, their plans, what is resident.
+
+A session belongs to one compiled callable. Each graph Dynamo hands over becomes a
+:class:`GraphRunner`, which knows the bytes that were resident when its plan was made; where a later
+call finds more (gradients being accumulated, optimizer state that has come into being) and the plan
+would no longer keep the budget, the graph is planned again for what is there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.executors import eager
+from remat.measurement import resident_bytes
+from remat.options import Options
+from remat.partitioner import Ledger, partition
+from remat.passes.torch_private import dynamo
+from remat.plans import Plan, Unplanned
+from remat.solvers.errors import CaptureError, RematError
+
+
+class UnplannedWarning(UserWarning):
+    """A call ran without a plan: the budget says nothing about it."""
+
+
+class Session:
+    """The plans of one compiled callable.
+
+    Attributes:
+        options: as given.
+        plans: one for each captured graph that trains, in the order they were made; what could not
+            be planned stands there too, with the reason.
+    """
+
+    def __init__(self, options: Options, owner: object = None) -> None:
+        self.options = options
+        self.plans: list[Plan | Unplanned] = []
+        self.owner = owner
+
+    def backend(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What ``torch.compile`` calls for every graph it captures."""
+        if _trains(example_inputs):
+            refuse_break(graph)
+        return GraphRunner(self, graph, example_inputs)
+
+    def report(self, unplanned: Unplanned) -> None:
+        """Record a graph that got no plan and say so, as ``on_unplanned`` wants it."""
+        self.plans.append(unplanned)
+        if self.options.memory_budget is None or self.options.on_unplanned == "ignore":
+            return
+        if self.options.on_unplanned == "raise":
+            raise CaptureError(str(unplanned))
+        warnings.warn(str(unplanned), UnplannedWarning, stacklevel=2)
+
+    def resident(self, inputs: Sequence[Any], device: torch.device) -> int:
+        """Bytes at entry: parameters, buffers, inputs, gradients, optimizer state if declared."""
+        return resident_bytes((inputs, self.owner, self.options.optimizer), device)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A graph compiled for a certain amount of gradients and optimizer state."""
+
+    run: Callable[..., Any]
+    moving_bytes: int
+    plan: Plan | None
+
+    def keeps_budget(self, moving_bytes: int) -> bool:
+        if self.plan is None or self.plan.memory_budget is None:
+            return True
+        return self.plan.peak + moving_bytes - self.moving_bytes <= self.plan.memory_budget
+
+
+class GraphRunner:
+    """One captured graph: plans it when made, and again when more is resident than was planned."""
+
+    def __init__(self, session: Session, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._session = session
+        self._graph = graph
+        self._variants = [self._compile(inputs)]
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._variant(inputs).run(*inputs)
+
+    def _variant(self, inputs: Sequence[Any]) -> _Variant:
+        first = self._variants[0]
+        # A fraction is a place between two peaks that both grow with what is resident.
+        fixed = self._session.options.budget.kind in ("none", "fraction")
+        if first.plan is None or fixed or not torch.is_grad_enabled():
+            return first
+        moving = self._moving_bytes(inputs)
+        for variant in self._variants:
+            if variant.keeps_budget(moving):
+                return variant
+        self._variants.append(self._compile(inputs))
+        return self._variants[-1]
+
+    def _moving_bytes(self, inputs: Sequence[Any]) -> int:
+        """Bytes of what comes and goes between calls: gradients, optimizer state."""
+        total = 0
+        for item in inputs:
+            if isinstance(item, torch.Tensor) and item.requires_grad and item.is_leaf:
+                gradient = item.grad
+                total += 0 if gradient is None else gradient.untyped_storage().nbytes()
+        optimizer = self._session.options.optimizer
+        for state in optimizer.state.values() if optimizer is not None else ():
+            for item in state.values():
+                if isinstance(item, torch.Tensor):
+                    total += item.untyped_storage().nbytes()
+        return total
+
+    def _compile(self, inputs: Sequence[Any]) -> _Variant:
+        made: list[Plan] = []
+
+        def split(
+            joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            ledger = Ledger(resident=self._session.resident(inputs, _device(inputs)))
+            parts = partition(joint, joint_inputs, self._session.options, ledger, **torch_options)
+            made.append(parts.plan)
+            return parts.forward, parts.backward
+
+        with dynamo.outside_compilation():
+            run = eager.compile_graph(
+                self._graph,
+                inputs,
+                partition=split,
+                on_inference=lambda graph: self._session.report(_inference(graph)),
+            )
+        self._session.plans.extend(made)
+        if len(made) > 1:
+            raise RematError(
+                f"one graph was partitioned {len(made)} times; nested graphs (invoke_subgraph) "
+                "are not in this version"
+            )
+        return _Variant(run, self._moving_bytes(inputs), made[0] if made else None)
+
+
+def refuse_break(graph: fx.GraphModule) -> None:
+    """Refuse a graph that ends before its function does.
+
+    Raises:
+        CaptureError: names the line that breaks it, and why.
+    """
+    broken = dynamo.break_reason(graph)
+    if broken is not None:
+        raise CaptureError(
+            f"the model was captured as more than one graph: {broken.line} breaks it "
+            f"({broken.reason}). One memory budget over several graphs is not in this version: "
+            "remove what breaks the graph, or move it out of the compiled function"
+        )
+
+
+def _trains(inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(item, torch.Tensor) and item.requires_grad for item in inputs
+    )
+
+
+def _inference(graph: fx.GraphModule) -> Unplanned:
+    why = "gradients are off" if not torch.is_grad_enabled() else "nothing in it needs a gradient"
+    return Unplanned(f"an inference-only call, {why}: it runs as it is")
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    held: dict[torch.device, int] = {}
+    for item in inputs:
+        if isinstance(item, torch.Tensor):
+            held[item.device] = held.get(item.device, 0) + item.numel() * item.element_size()
+    return max(held, key=lambda device: held[device], default=torch.device("cpu"))
