@@ -1,0 +1,277 @@
+"""What an op allocates inside, and how long it takes: found by running it on made-up data.
+
+An op is run alone, on tensors of the same shapes, strides and dtypes. Floats are 0.5, which every
+function of a training step accepts; integers are 0, a valid index everywhere; bools are False.
+Workspaces depend on layouts (convolutions copy one into another), so strides are part of the
+signature under which a figure is remembered. An op that cannot be run so is reported, not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from remat.budget import machine_memory
+from remat.cost.flops import WrappedCall, wrapped_call
+from remat.cost.isolation import outside_modes
+from remat.cost.store import Store, environment
+from remat.passes.allocations import Allocations
+from remat.passes.ops import KNOWN_NAMESPACES
+
+_FLOAT_FILL: Final = 0.5
+_TIMED_RUNS: Final = 5
+_WATCHED_RUNS: Final = 2
+# One more look at an op that takes longer than this tells nothing worth the time.
+_LONG_SECONDS: Final = 0.5
+# What an op on made-up data may answer with. Nothing else is caught.
+_REFUSALS: Final = (
+    RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError,
+    AttributeError, LookupError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpProfile:
+    """One op signature, measured.
+
+    Attributes:
+        workspace: bytes beyond its outputs when it had most allocated; outputs count as the graph
+            says, so that outputs + workspace is the op's true peak.
+        retained: bytes that its outputs keep allocated beyond what the graph says. A reduced loss
+            is a number in the storage of all the terms it was summed from.
+        seconds: least wall time of some runs; None if it was not timed.
+        failure: why it could not be run; the other figures mean nothing then.
+    """
+
+    workspace: int = 0
+    retained: int = 0
+    seconds: float | None = None
+    failure: str | None = None
+
+
+class Profiler:
+    """Op profiles of one device, remembered in memory and on disk.
+
+    Args:
+        device: where ops are run, "cpu" or "cuda".
+        granularity: the allocator hands out multiples of this many bytes.
+    """
+
+    def __init__(self, device: torch.device, granularity: int = 1) -> None:
+        self.device = device
+        self.granularity = granularity
+        self._store = Store("ops", environment(device))
+        self._failures: dict[str, OpProfile] = {}
+
+    def profiles(
+        self, nodes: Sequence[fx.Node], *, timed: bool, run: bool = True
+    ) -> dict[fx.Node, OpProfile | None]:
+        """The profile of each node; None where ``run`` is false and nothing is remembered.
+
+        Runs every signature not met before: it may be called while a graph is traced, keeps the
+        random generators as they are, and holds the tensors of one op at a time.
+        """
+        calls = {node: wrapped_call(node) for node in nodes}
+        signatures = {node: signature(call) for node, call in calls.items()}
+        missing = {
+            signatures[node]: calls[node]
+            for node in nodes
+            if not self._knows(signatures[node], timed)
+        }
+        if missing and run:
+            outside_modes(lambda: self._measure_all(missing, timed), self.device)
+            self._store.save()
+        return {node: self._recall(name) for node, name in signatures.items()}
+
+    def _knows(self, name: str, timed: bool) -> bool:
+        if name in self._failures:
+            return True
+        return name in self._store and not (timed and self._store[name][-1] is None)
+
+    def _recall(self, name: str) -> OpProfile | None:
+        if name in self._failures:
+            return self._failures[name]
+        if name not in self._store:
+            return None
+        return OpProfile(*self._store[name])
+
+    def _measure_all(self, calls: Mapping[str, WrappedCall], timed: bool) -> None:
+        for name, call in calls.items():
+            found = self._measure(call, timed)
+            if found.failure is None:
+                self._store.put(name, (found.workspace, found.retained, found.seconds))
+            else:
+                # Not on disk: another process may have the memory, or the extension, it lacked.
+                self._failures[name] = found
+
+    def _measure(self, call: WrappedCall, timed: bool) -> OpProfile:
+        failure = why_not_run(call) or self._lacks_memory(call)
+        if failure is not None:
+            return OpProfile(failure=failure)
+        try:
+            args, kwargs = made_up(call)
+            return self._run(call, args, kwargs, timed)
+        except _REFUSALS as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            return OpProfile(failure=f"{type(error).__name__}: {first_line}")
+
+    def _run(
+        self, call: WrappedCall, args: Sequence[Any], kwargs: dict[str, Any], timed: bool
+    ) -> OpProfile:
+        # The first run makes what libraries then keep: handles, compiled kernels, plans.
+        first, _, _ = self._watch(call, args, kwargs)
+        runs = 1 if first > _LONG_SECONDS else _WATCHED_RUNS
+        watched = [self._watch(call, args, kwargs) for _ in range(runs)]
+        expected = output_bytes(call, self.granularity)
+        workspace = max(0, max(peak for _, peak, _ in watched) - expected)
+        retained = max(0, max(held for _, _, held in watched) - expected)
+        if not timed:
+            return OpProfile(workspace, retained)
+        runs = 1 if first > _LONG_SECONDS else _TIMED_RUNS
+        seconds = min(self._time(call, args, kwargs) for _ in range(runs))
+        return OpProfile(workspace, retained, seconds)
+
+    def _watch(
+        self, call: WrappedCall, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[float, int, int]:
+        """Seconds, peak, and the bytes its result holds."""
+        with Allocations(self.device) as watch:
+            result = call.target(*args, **kwargs)
+            held = fresh_bytes(result, (args, kwargs), self.granularity)
+            # Inside the watch, or the allocator would remember blocks it never saw released.
+            del result
+        return watch.seconds, watch.peak, held
+
+    def _time(self, call: WrappedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        result = call.target(*args, **kwargs)
+        self._wait()
+        seconds = time.perf_counter() - start
+        del result
+        return seconds
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _lacks_memory(self, call: WrappedCall) -> str | None:
+        needed = sum(_extent_bytes(tensor) for tensor in tensors_of((call.args, call.kwargs)))
+        needed += output_bytes(call, self.granularity)
+        _, free = machine_memory(str(self.device))
+        if needed <= free:
+            return None
+        return f"its inputs and outputs take {needed} bytes and {free} are free"
+
+
+def signature(call: WrappedCall) -> str:
+    """All that a figure of this call depends on, as text: the op, and for each tensor its dtype,
+    shape, strides and device; a tensor that comes again is marked as the same."""
+    seen: dict[int, int] = {}
+
+    def describe(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            again = seen.setdefault(id(value), len(seen))
+            device = "" if value.device.type == "cpu" else f"@{value.device.type}"
+            dtype = str(value.dtype).removeprefix("torch.")
+            shape, strides = _sizes(value)
+            return f"{dtype}{list(shape)}/{list(strides)}{device}#{again}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(describe, value))}]"
+        return repr(_concrete(value))
+
+    arguments = [describe(value) for value in call.args]
+    arguments += [f"{name}={describe(value)}" for name, value in sorted(call.kwargs.items())]
+    return f"{call.target}({', '.join(arguments)})"
+
+
+def why_not_run(call: WrappedCall) -> str | None:
+    """Why the op must not be run on made-up data, or None if it may be."""
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return "it is no operator of torch"
+    if call.target.namespace not in KNOWN_NAMESPACES:
+        return f"{call.target} is an operator remat does not know, and may do more than compute"
+    for tensor in tensors_of((call.args, call.kwargs)):
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return f"an input is {tensor.layout} or quantized"
+        if tensor.is_conj() or tensor.is_neg():
+            return "an input is conjugated or negated lazily"
+        if tensor.device.type == "meta":
+            return "an input has no device"
+    return None
+
+
+def made_up(call: WrappedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Real arguments in place of the fake ones; the same tensor where the same comes again."""
+    made: dict[int, torch.Tensor] = {}
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return _concrete(value)
+        if id(value) not in made:
+            made[id(value)] = _tensor_like(value)
+        return made[id(value)]
+
+    args, kwargs = pytree.tree_map(real, (call.args, call.kwargs))
+    return args, kwargs
+
+
+def output_bytes(call: WrappedCall, granularity: int = 1) -> int:
+    """Bytes of the storages the op allocates for its result, as the graph says."""
+    return fresh_bytes(call.result, (call.args, call.kwargs), granularity)
+
+
+def fresh_bytes(result: Any, arguments: Any, granularity: int = 1) -> int:
+    """Bytes of the storages of ``result`` that none of ``arguments`` lies in."""
+    known = {_storage_key(tensor) for tensor in tensors_of(arguments)}
+    fresh = {
+        _storage_key(tensor): tensor.untyped_storage().nbytes()
+        for tensor in tensors_of(result)
+        if _storage_key(tensor) not in known
+    }
+    return sum(-(-int(size) // granularity) * granularity for size in fresh.values())
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a nest of containers."""
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _tensor_like(fake: torch.Tensor) -> torch.Tensor:
+    shape, strides = _sizes(fake)
+    flat = torch.empty(_extent(shape, strides), dtype=fake.dtype, device=fake.device)
+    flat.fill_(_FLOAT_FILL if fake.dtype.is_floating_point or fake.dtype.is_complex else 0)
+    return flat.as_strided(shape, strides)
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    return _extent(*_sizes(tensor)) * tensor.element_size()
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last: expanded dimensions take none."""
+    if math.prod(shape) == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(map(_concrete, tensor.shape)), tuple(map(_concrete, tensor.stride()))
+
+
+def _concrete(value: Any) -> Any:
+    """A symbolic number by its hint."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint
+    return value
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
