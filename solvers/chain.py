@@ -53,18 +53,16 @@ def solve_chain(request: Request) -> Proposal:
     best = save_all(problem)
     if budget is None or best.peak <= budget:
         return Proposal(best.schedule)
-    everything, most_stages = best, 1
+    save_all_peak, most_stages = best.peak, 1
     for stages in contractions(problem):
         most_stages = max(most_stages, len(stages.ops))
-        for candidate in _plans(problem, stages, budget, everything.peak):
+        for candidate in _plans(problem, stages, budget, save_all_peak):
             best = min(best, candidate, key=lambda plan: plan.rank(budget))
         if request.max_evaluations is None and request.seconds_left == 0.0:
             break
-    if best is everything:
-        reason = "not a chain: no value separates the first forward ops from the last"
-        if most_stages > 1:
-            reason = f"not a chain: its {most_stages} stages are too uneven for any plan to save"
-        return Proposal(None, failures=(reason,))
+    if most_stages == 1:
+        reason = "no value separates the first forward ops from the last"
+        return Proposal(None, failures=(f"not a chain: {reason}",))
     return Proposal(best.schedule)
 
 

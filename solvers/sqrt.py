@@ -15,6 +15,7 @@ the one with the least peak if none does. One level only: ``chain`` nests.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
@@ -39,7 +40,8 @@ def solve_sqrt(request: Request) -> Proposal:
     seen: set[tuple[int, ...]] = set()
     best: Candidate | None = None
     for count in SEGMENTS:
-        cuts = cut_positions(needed, crossings.bytes, sum(needed) / count)
+        threshold = sum(needed) / count if count > 1 else math.inf
+        cuts = cut_positions(needed, crossings.bytes, threshold)
         if cuts in seen:
             continue
         seen.add(cuts)
