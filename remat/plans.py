@@ -294,7 +294,7 @@ class Plan:
                 notes=tuple(data["notes"]),
                 **{name: data[name] for name in _PLAIN},
             )
-            simulate(problem, plan.baseline)
+            _ = plan.baseline_timeline  # a baseline that cannot run is refused here, not when read
         except (KeyError, IndexError, TypeError, ValueError) as error:
             if isinstance(error, InvalidProblem | InvalidSchedule):
                 raise PlanMismatch(f"the stored plan cannot run: {error}") from error

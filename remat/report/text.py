@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Final
@@ -60,7 +61,7 @@ def _peak_rows(op: Op | None) -> Iterator[tuple[str, str]]:
         return
     yield "peak is at", f"{op.target or op.name}, {op.phase}"
     if op.layer or op.source:
-        yield "", _left(" ".join(part for part in (op.layer, op.source) if part), WIDTH - 11)
+        yield "", _left(", ".join(part for part in (op.layer, op.source) if part), WIDTH - 11)
 
 
 def _gap(solution: Solution) -> str:
@@ -103,26 +104,23 @@ def _layers(rows: Sequence[LayerRow]) -> list[str]:
 
 
 def _fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """At most ``LAYER_ROWS`` rows: modules joined by their parents, then the small ones summed.
-
-    The shallowest depth that gives eight rows tells the blocks of a model apart and not yet
-    everything inside them.
-    """
-    deepest = max(row.layer.count(".") + 1 for row in rows)
-    folded = list(rows)
-    for depth in range(1, deepest + 1):
-        folded = _joined(rows, [".".join(row.layer.split(".")[:depth]) for row in rows])
-        if len(folded) >= 8:
-            break
+    """At most ``LAYER_ROWS`` rows: modules joined by block, then all but the largest summed."""
+    folded = _joined(rows, [_block(row.layer) for row in rows])
     if len(folded) <= LAYER_ROWS:
         return folded
-    largest = sorted(folded, key=_bulk)[:-LAYER_ROWS:-1]
-    shown = {row.layer for row in largest}
-    rest = f"{len(folded) - len(shown)} smaller layers"
+    largest = {row.layer for row in sorted(folded, key=lambda row: -_bulk(row))[: LAYER_ROWS - 1]}
+    rest = f"{len(folded) - len(largest)} other layers"
     return sorted(
-        _joined(folded, [row.layer if row.layer in shown else rest for row in folded]),
+        _joined(folded, [row.layer if row.layer in largest else rest for row in folded]),
         key=lambda row: row.layer == rest,
     )
+
+
+def _block(layer: str) -> str:
+    """``transformer.h.3`` for ``transformer.h.3.mlp.act``: a member of a list is a block."""
+    parts = layer.split(".")
+    numbered = [position for position, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbered[0] + 1]) if numbered else layer
 
 
 def _bulk(row: LayerRow) -> int:
@@ -154,15 +152,26 @@ def _decisions(rows: Sequence[DecisionRow]) -> list[str]:
     lines = [f"the {min(DECISION_ROWS, len(rows))} largest of {len(rows)} decisions"]
     for row in sorted(rows, key=lambda row: -row.bytes)[:DECISION_ROWS]:
         cost = _more_seconds(row.seconds)
-        where = ", ".join(part for part in (_left(row.layer, 24), row.source) if part)
-        head = f"{row.action:<10}{format_bytes(row.bytes):>10}{cost:>11}  "
-        name = _clip(row.value, 18)
-        lines.append(head + f"{name:<19}" + _left(where, WIDTH - len(head) - 19))
+        head = (
+            f"{row.action:<10}{format_bytes(row.bytes):>10}{cost:>11}  {_clip(row.value, 14):<15}"
+        )
+        source = _left(_file_and_line(row.source), 21)
+        layer = _left(_named(row.layer), WIDTH - len(head) - len(source) - 1)
+        lines.append(f"{head}{layer} {source}")
     return lines
 
 
+def _file_and_line(source: str) -> str:
+    """``model.py:42`` for ``folder/model.py:42 in forward``."""
+    return source.split(" in ")[0].rsplit("/", 1)[-1]
+
+
 def _notes(notes: Sequence[str]) -> list[str]:
-    lines = [_clip(f"note: {note}") for note in notes[:NOTE_ROWS]]
+    lines = []
+    for note in notes[:NOTE_ROWS]:
+        lines += textwrap.wrap(
+            f"note: {note}", WIDTH, subsequent_indent="      ", max_lines=3, placeholder=" …"
+        )
     if len(notes) > NOTE_ROWS:
         lines.append(f"and {len(notes) - NOTE_ROWS} more notes (plan.notes)")
     return lines

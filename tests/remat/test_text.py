@@ -44,14 +44,42 @@ def test_phases_and_layers(plan: Plan) -> None:
 def test_decisions_name_bytes_layer_and_source_line(plan: Plan) -> None:
     lines = plan_text(plan).splitlines()
     at = lines.index("the 2 largest of 2 decisions")
-    assert _cells(lines[at + 1]) == ["keep", "200 B", "b", "blocks.1, m.py:11"]
-    assert _cells(lines[at + 2]) == ["recompute", "100 B", "+1.00 s", "a", "blocks.0, m.py:10"]
+    assert _cells(lines[at + 1]) == ["keep", "200 B", "b", "blocks.1 m.py:11"]
+    assert _cells(lines[at + 2]) == ["recompute", "100 B", "+1.00 s", "a", "blocks.0 m.py:10"]
+
+
+def test_a_source_is_shown_by_file_and_line() -> None:
+    assert text._file_and_line("transformers/gpt2/modeling.py:312 in forward") == "modeling.py:312"
+    assert text._file_and_line("") == ""
+
+
+@pytest.mark.parametrize(
+    ("layer", "block"),
+    [
+        ("transformer.h.3.mlp.act", "transformer.h.3"),
+        ("encoder.stages.0.layers.2.conv", "encoder.stages.0"),
+        ("0.up", "0"),
+        ("lm_head", "lm_head"),
+        ("h2.norm1", "h2.norm1"),
+        ("", ""),
+    ],
+)
+def test_blocks_are_members_of_lists(layer: str, block: str) -> None:
+    assert text._block(layer) == block
 
 
 def test_notes_are_shown_and_many_are_counted(plan: Plan) -> None:
     assert plan_text(plan).endswith("note: workspace of mm was assumed to be none")
     many = dataclasses.replace(plan, notes=tuple(f"op {i}" for i in range(9)))
     assert plan_text(many).splitlines()[-2:] == ["note: op 5", "and 3 more notes (plan.notes)"]
+
+
+def test_a_long_note_is_wrapped_and_then_cut(plan: Plan) -> None:
+    long = dataclasses.replace(plan, notes=("assumed: " + "aten.add.Tensor, " * 40,))
+    lines = plan_text(long).splitlines()[-3:]
+    assert lines[0].startswith("note: assumed: aten.add.Tensor, aten")
+    assert lines[1].startswith("      aten.add.Tensor")
+    assert lines[2].endswith(" …")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +127,7 @@ def _rows(count: int) -> list[LayerRow]:
     ]
 
 
-def test_blocks_are_told_apart_before_what_is_inside_them() -> None:
+def test_what_is_inside_a_block_is_joined() -> None:
     folded = text._fold(_rows(12))
     assert [row.layer for row in folded] == [f"h.{i}" for i in range(12)]
     assert folded[3] == LayerRow("h.3", 206, 100, 100, 0, 1.0)
@@ -109,7 +137,7 @@ def test_many_layers_are_folded_and_nothing_is_lost() -> None:
     rows = _rows(60)
     folded = text._fold(rows)
     assert len(folded) == text.LAYER_ROWS
-    assert folded[-1].layer == "45 smaller layers"
+    assert folded[-1].layer == "45 other layers"
     assert [row.layer for row in folded[:-1]] == [f"h.{i}" for i in range(45, 60)]
     for figure in ("baseline_bytes", "kept_bytes", "extra_seconds"):
         assert sum(getattr(r, figure) for r in folded) == sum(getattr(r, figure) for r in rows)
