@@ -24,7 +24,8 @@ class Compiled:
 
     def __init__(self, model: Callable[..., Any], options: Options) -> None:
         self._model = model
-        self._session = Session(options, owner=model)
+        owner = model if isinstance(model, torch.nn.Module) else None
+        self._session = Session(options, owner=owner)
         self._run = torch.compile(model, backend=self._session.backend, dynamic=False)
 
     @property

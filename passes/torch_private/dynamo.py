@@ -42,12 +42,13 @@ def outside_compilation() -> Iterator[None]:
     if TracingContext.try_get() is not None:
         yield
         return
-    with tracing(TracingContext(fake_mode())):
+    # Without a shape environment every size is static.
+    with tracing(TracingContext(FakeTensorMode())):
         yield
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode for fake tensors of static shapes."""
+    """A mode for fake tensors; Dynamo needs its shape environment even for static shapes."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
