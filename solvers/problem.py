@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -201,9 +202,14 @@ class Problem:
         """
         raw = Path(path).read_bytes()
         try:
-            return Problem.from_json(json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw))
+            text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        except (EOFError, OSError, zlib.error) as error:
+            raise InvalidProblem(f"{path} is a damaged gzip file: {error}") from error
+        try:
+            data = json.loads(text)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from error
+        return Problem.from_json(data)
 
 
 def _canonical(data: object) -> str:
@@ -216,7 +222,9 @@ def _check_values(problem: Problem) -> None:
         raise InvalidProblem(f"fixed_bytes is {problem.fixed_bytes!r}; it must be an int >= 0")
     for value in problem.values:
         if not _is_count(value.bytes):
-            raise InvalidProblem(f"value {value.name!r} has {value.bytes!r} bytes; needs an int >= 0")
+            raise InvalidProblem(
+                f"value {value.name!r} has {value.bytes!r} bytes; needs an int >= 0"
+            )
         if value.owned and value.tangent:
             raise InvalidProblem(f"value {value.name!r} cannot be both owned and a tangent")
         if value.output not in (None, "forward", "backward"):
@@ -230,7 +238,9 @@ def _check_ops(problem: Problem) -> None:
         if op.phase not in ("forward", "deferred", "backward"):
             raise InvalidProblem(f"op {op.name!r} has an unknown phase {op.phase!r}")
         if not (isinstance(op.seconds, int | float) and 0 <= op.seconds < math.inf):
-            raise InvalidProblem(f"op {op.name!r} takes {op.seconds!r} seconds; needs a finite number >= 0")
+            raise InvalidProblem(
+                f"op {op.name!r} takes {op.seconds!r} seconds; needs a finite number >= 0"
+            )
         for what, number in (("flops", op.flops), ("workspace", op.workspace)):
             if not _is_count(number):
                 raise InvalidProblem(f"op {op.name!r} has {what} {number!r}; needs an int >= 0")
@@ -248,9 +258,8 @@ def _check_order(problem: Problem) -> None:
     for index, op in enumerate(ops):
         for v in op.writes:
             if v in writer:
-                raise InvalidProblem(
-                    f"value {values[v].name!r} has two writers: {ops[writer[v]].name!r} and {op.name!r}"
-                )
+                names = f"{ops[writer[v]].name!r} and {op.name!r}"
+                raise InvalidProblem(f"value {values[v].name!r} has two writers: {names}")
             if values[v].owned or values[v].tangent:
                 kind = "the caller owns" if values[v].owned else "arrives from outside"
                 raise InvalidProblem(f"op {op.name!r} writes {values[v].name!r}, which {kind}")
@@ -261,6 +270,11 @@ def _check_order(problem: Problem) -> None:
     for v, value in enumerate(values):
         if value.output and v not in writer and not (value.owned or value.tangent):
             raise InvalidProblem(f"nobody writes the output {value.name!r}")
+        if value.output == "forward" and v in writer and ops[writer[v]].phase != "forward":
+            op = ops[writer[v]]
+            raise InvalidProblem(
+                f"forward returns {value.name!r}, but {op.phase} op {op.name!r} writes it"
+            )
 
 
 def _check_read(problem: Problem, writer: Mapping[int, int], index: int, v: int) -> None:
