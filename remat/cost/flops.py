@@ -9,7 +9,7 @@ and every op inside a wrapper that saves or replays the state of a random genera
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -87,10 +87,13 @@ def graph_flops(graph_module: fx.GraphModule) -> int:
     return sum(node_flops(node) for node in graph_module.graph.nodes)
 
 
-def wrapped_call(node: fx.Node) -> WrappedCall:
+def wrapped_call(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> WrappedCall:
     """What ``node`` calls, with the values its inputs have in the graph (fake tensors, graph
-    modules); for a wrapper that saves or replays a random state, the op inside."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _value_of)
+    modules) or in ``values``; for a wrapper that saves or replays a random state, the op inside."""
+    known = values or {}
+    args, kwargs = fx.map_arg(
+        (node.args, node.kwargs), lambda n: known[n] if n in known else _value_of(n)
+    )
     result = node.meta.get("val")
     name = node.target.name() if isinstance(node.target, torch._ops.OperatorBase) else ""
     if name not in _RANDOM_STATE_WRAPPERS:

@@ -9,10 +9,11 @@ signature under which a figure is remembered. An op that cannot be run so is rep
 from __future__ import annotations
 
 import math
+import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
@@ -47,13 +48,24 @@ class OpProfile:
         retained: bytes that its outputs keep allocated beyond what the graph says. A reduced loss
             is a number in the storage of all the terms it was summed from.
         seconds: least wall time of some runs; None if it was not timed.
+        strides: of every output tensor, if any of them is laid out otherwise than the graph says.
         failure: why it could not be run; the other figures mean nothing then.
     """
 
     workspace: int = 0
     retained: int = 0
     seconds: float | None = None
+    strides: tuple[tuple[int, ...], ...] | None = None
     failure: str | None = None
+
+
+class _Run(NamedTuple):
+    """One watched run: peak, bytes its result holds, shapes and strides of its result."""
+
+    seconds: float
+    peak: int
+    held: int
+    layout: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class Profiler:
@@ -73,81 +85,102 @@ class Profiler:
     def profiles(
         self, nodes: Sequence[fx.Node], *, timed: bool, run: bool = True
     ) -> dict[fx.Node, OpProfile | None]:
-        """The profile of each node; None where ``run`` is false and nothing is remembered.
+        """The profile of each node, all of one graph; None where ``run`` is false and nothing is
+        remembered.
 
         Runs every signature not met before: it may be called while a graph is traced, keeps the
         random generators as they are, and holds the tensors of one op at a time.
         """
-        calls = {node: wrapped_call(node) for node in nodes}
-        signatures = {node: signature(call) for node, call in calls.items()}
-        missing = {
-            signatures[node]: calls[node]
-            for node in nodes
-            if not self._knows(signatures[node], timed)
-        }
-        if missing and run:
-            outside_modes(lambda: self._measure_all(missing, timed), self.device)
+        found = self._walk(nodes, timed, run=False)
+        if run and None in found.values():
+            found = outside_modes(lambda: self._walk(nodes, timed, run=True), self.device)
             self._store.save()
-        return {node: self._recall(name) for node, name in signatures.items()}
+        return found
 
-    def _knows(self, name: str, timed: bool) -> bool:
-        if name in self._failures:
-            return True
-        return name in self._store and not (timed and self._store[name][-1] is None)
+    def _walk(
+        self, nodes: Sequence[fx.Node], timed: bool, run: bool
+    ) -> dict[fx.Node, OpProfile | None]:
+        """Profiles in program order, with the layouts that tensors really have.
 
-    def _recall(self, name: str) -> OpProfile | None:
+        Fake tensors err: they say that ``mse_loss_backward`` keeps the layout of its input, and on
+        the CPU it does not. What reads its output copies it, or not, as the true layout demands.
+        """
+        found: dict[fx.Node, OpProfile | None] = dict.fromkeys(nodes)
+        relaid: dict[fx.Node, Any] = {}
+        for node in nodes[0].graph.nodes if nodes else ():
+            if node in found:
+                call = wrapped_call(node, relaid)
+                profile = found[node] = self._profile(call, wrapped_call(node), timed, run)
+                if profile is not None and profile.strides is not None:
+                    relaid[node] = with_strides(call.result, profile.strides)
+            elif node.op == "call_function" and any(n in relaid for n in node.all_input_nodes):
+                call = wrapped_call(node, relaid)
+                if why_not_run(call) is None or call.target is operator.getitem:
+                    relaid[node] = call.target(*call.args, **call.kwargs)
+        return found
+
+    def _profile(
+        self, call: WrappedCall, in_graph: WrappedCall, timed: bool, run: bool
+    ) -> OpProfile | None:
+        name = signature(call)
         if name in self._failures:
             return self._failures[name]
-        if name not in self._store:
+        if name in self._store:
+            workspace, retained, seconds, strides = self._store[name]
+            if seconds is not None or not timed:
+                known = strides and tuple(map(tuple, strides))
+                return OpProfile(workspace, retained, seconds, known)
+        if not run:
             return None
-        return OpProfile(*self._store[name])
+        found = self._measure(call, in_graph, timed)
+        if found.failure is None:
+            figures = (found.workspace, found.retained, found.seconds, found.strides)
+            self._store.put(name, figures)
+        else:
+            # Not on disk: another process may have the memory, or the extension, it lacked.
+            self._failures[name] = found
+        return found
 
-    def _measure_all(self, calls: Mapping[str, WrappedCall], timed: bool) -> None:
-        for name, call in calls.items():
-            found = self._measure(call, timed)
-            if found.failure is None:
-                self._store.put(name, (found.workspace, found.retained, found.seconds))
-            else:
-                # Not on disk: another process may have the memory, or the extension, it lacked.
-                self._failures[name] = found
-
-    def _measure(self, call: WrappedCall, timed: bool) -> OpProfile:
-        failure = why_not_run(call) or self._lacks_memory(call)
+    def _measure(self, call: WrappedCall, in_graph: WrappedCall, timed: bool) -> OpProfile:
+        expected = output_bytes(in_graph, self.granularity)
+        failure = why_not_run(call) or self._lacks_memory(call, expected)
         if failure is not None:
             return OpProfile(failure=failure)
         try:
             args, kwargs = made_up(call)
-            return self._run(call, args, kwargs, timed)
+            return self._run(call, args, kwargs, expected, timed)
         except _REFUSALS as error:
             first_line = (str(error).splitlines() or [""])[0]
             return OpProfile(failure=f"{type(error).__name__}: {first_line}")
 
     def _run(
-        self, call: WrappedCall, args: Sequence[Any], kwargs: dict[str, Any], timed: bool
+        self,
+        call: WrappedCall,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        expected: int,
+        timed: bool,
     ) -> OpProfile:
         # The first run makes what libraries then keep: handles, compiled kernels, plans.
-        first, _, _ = self._watch(call, args, kwargs)
-        runs = 1 if first > _LONG_SECONDS else _WATCHED_RUNS
-        watched = [self._watch(call, args, kwargs) for _ in range(runs)]
-        expected = output_bytes(call, self.granularity)
-        workspace = max(0, max(peak for _, peak, _ in watched) - expected)
-        retained = max(0, max(held for _, _, held in watched) - expected)
-        if not timed:
-            return OpProfile(workspace, retained)
-        runs = 1 if first > _LONG_SECONDS else _TIMED_RUNS
-        seconds = min(self._time(call, args, kwargs) for _ in range(runs))
-        return OpProfile(workspace, retained, seconds)
+        first = self._watch(call, args, kwargs)
+        long = first.seconds > _LONG_SECONDS
+        watched = [self._watch(call, args, kwargs) for _ in range(1 if long else _WATCHED_RUNS)]
+        workspace = max(0, max(run.peak for run in watched) - expected)
+        retained = max(0, max(run.held for run in watched) - expected)
+        seconds = None
+        if timed:
+            runs = range(1 if long else _TIMED_RUNS)
+            seconds = min(self._time(call, args, kwargs) for _ in runs)
+        return OpProfile(workspace, retained, seconds, _true_strides(call.result, first.layout))
 
-    def _watch(
-        self, call: WrappedCall, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[float, int, int]:
-        """Seconds, peak, and the bytes its result holds."""
+    def _watch(self, call: WrappedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> _Run:
         with Allocations(self.device) as watch:
             result = call.target(*args, **kwargs)
             held = fresh_bytes(result, (args, kwargs), self.granularity)
+            layout = [_sizes(tensor) for tensor in tensors_of(result)]
             # Inside the watch, or the allocator would remember blocks it never saw released.
             del result
-        return watch.seconds, watch.peak, held
+        return _Run(watch.seconds, watch.peak, held, layout)
 
     def _time(self, call: WrappedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
         self._wait()
@@ -162,9 +195,9 @@ class Profiler:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _lacks_memory(self, call: WrappedCall) -> str | None:
-        needed = sum(_extent_bytes(tensor) for tensor in tensors_of((call.args, call.kwargs)))
-        needed += output_bytes(call, self.granularity)
+    def _lacks_memory(self, call: WrappedCall, output: int) -> str | None:
+        inputs = tensors_of((call.args, call.kwargs))
+        needed = output + sum(_extent_bytes(tensor) for tensor in inputs)
         _, free = machine_memory(str(self.device))
         if needed <= free:
             return None
@@ -237,6 +270,40 @@ def fresh_bytes(result: Any, arguments: Any, granularity: int = 1) -> int:
         if _storage_key(tensor) not in known
     }
     return sum(-(-int(size) // granularity) * granularity for size in fresh.values())
+
+
+def with_strides(value: Any, strides: Sequence[Sequence[int]]) -> Any:
+    """The fake tensors of ``value`` in other layouts."""
+    wanted = iter(strides)
+
+    def relay(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.new_empty_strided(tuple(leaf.shape), tuple(next(wanted)))
+
+    return pytree.tree_map(relay, value)
+
+
+def _true_strides(
+    claimed: Any, layout: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> tuple[tuple[int, ...], ...] | None:
+    """The strides of ``layout``, if they are others than those of the tensors in ``claimed``."""
+    told = [_sizes(tensor) for tensor in tensors_of(claimed)]
+    if [shape for shape, _ in told] != [shape for shape, _ in layout]:
+        return None
+    if all(map(_same_layout, told, layout)):
+        return None
+    return tuple(strides for _, strides in layout)
+
+
+def _same_layout(
+    one: tuple[tuple[int, ...], tuple[int, ...]], other: tuple[tuple[int, ...], tuple[int, ...]]
+) -> bool:
+    """Strides agree wherever there is more than one element to step to."""
+    sizes, strides = one
+    if 0 in sizes:
+        return True
+    return all(size == 1 or a == b for size, a, b in zip(sizes, strides, other[1], strict=True))
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
