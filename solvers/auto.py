@@ -1,123 +1,177 @@
-"""``auto``: keep everything if it fits, else the one-cut MILP, tightened until the judge agrees."""
+"""``auto``: any-time. Keep everything if it fits; else bound, start, repair and search.
+
+Two things run side by side. One thread proves: LP relaxations of a few cuts, the one-cut MILP at the
+cut that says most, then several cuts; every MILP plan goes to the search. The other searches, from
+nested checkpointing, from everything kept, and from what the first thread finds. Under a number of
+evaluations instead of a clock the two run one after the other, so the outcome does not depend on
+their speed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
-
-import numpy as np
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from remat.solvers.bounds import floor
 from remat.solvers.keep import keep_everything
-from remat.solvers.milp import CutAnswer, MilpFailure, one_cut
-from remat.solvers.problem import Problem
+from remat.solvers.prove import Prover
 from remat.solvers.registry import Proposal, Request, register
-from remat.solvers.retention import saved_by_default, schedule_from_retention
 from remat.solvers.schedule import Schedule
+from remat.solvers.search import Effort, Found, Searcher
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
-_ROUNDS: Final = 8
+_PROVEN = 1e-9
 
 
 @register("auto")
 def solve_auto(request: Request) -> Proposal:
     """The best plan that can be found within the budget before the deadline."""
-    problem, budget = request.problem, request.memory_budget
-    structure = Structure(problem)
-    keep = keep_everything(problem, structure)
-    if budget is None or simulate(problem, keep).peak <= budget:
+    structure = Structure(request.problem)
+    keep = keep_everything(request.problem, structure)
+    budget = request.memory_budget
+    if budget is None or simulate(request.problem, keep).peak <= budget:
         return Proposal(keep, structure.required_seconds)
-    if floor(problem, structure)[0] > budget:
+    if floor(request.problem, structure)[0] > budget:
         return least_peak_proposal(request)
-    return _tighten(request, structure)
+    return Auto(request, Searcher(structure, request.seed), budget, (keep,)).run()
 
 
 def least_peak_proposal(request: Request) -> Proposal:
-    """The plan with the smallest peak that can be found before the deadline."""
-    problem = request.problem
-    structure = Structure(problem)
-    best = keep_everything(problem, structure)
-    peak = simulate(problem, best).peak
-    failures: tuple[str, ...] = ()
-    for budget in np.linspace(floor(problem, structure)[0], peak, _ROUNDS, endpoint=False):
-        try:
-            answer = one_cut(
-                problem, int(budget), peak_cut(structure), structure=structure, gap=1e-2
-            )
-        except MilpFailure as failure:
-            return Proposal(best, structure.required_seconds, (*failures, str(failure)))
-        if answer.kept is not None:
-            plan = schedule_of_cut(structure, peak_cut(structure), answer)
-            reached = simulate(problem, plan).peak
-            best, peak = (plan, reached) if reached < peak else (best, peak)
-        if request.seconds_left == 0:
-            break
-    return Proposal(best, structure.required_seconds, failures)
+    """The plan with the smallest peak that can be found before the deadline; then the fastest so."""
+    structure = Structure(request.problem)
+    searcher = Searcher(structure, request.seed)
+    effort = Effort(request.deadline, request.max_evaluations)
+    least = least_peak_plan(searcher, effort)
+    return Proposal(searcher.schedule(least), structure.required_seconds)
 
 
-def _tighten(request: Request, structure: Structure) -> Proposal:
-    problem, budget = request.problem, request.memory_budget
-    assert budget is not None
-    cut, target, bound = peak_cut(structure), budget, structure.required_seconds
-    least: tuple[int, Schedule] | None = None
-    for round_ in range(_ROUNDS):
-        limit = request.seconds_left if request.max_evaluations is None else float("inf")
-        try:
-            answer = one_cut(problem, target, cut, structure=structure, time_limit=limit, gap=1e-3)
-        except MilpFailure as failure:
-            return Proposal(least and least[1], bound, (str(failure),))
-        if round_ == 0:
-            bound = answer.lower_bound
-        if answer.kept is None:
-            break
-        plan = schedule_of_cut(structure, cut, answer)
-        peak = simulate(problem, plan).peak
-        least = (peak, plan) if least is None or peak < least[0] else least
-        if peak <= budget or request.seconds_left == 0:
-            break
-        target -= max(peak - budget, budget // 50)
-    return Proposal(least and least[1], bound)
+def least_peak_plan(searcher: Searcher, effort: Effort) -> Found:
+    """Lower the peak with most of the effort, anneal at the peak that was reached with the rest."""
+    keep = searcher.found(keep_everything(searcher.problem, searcher.structure))
+    assert keep is not None, "keeping everything runs no op twice"
+    part = effort.part(0.6)
+    target = floor(searcher.problem, searcher.structure)[0]
+    least = searcher.lower([*searcher.seeds, keep], target, part)
+    effort.charge(part)
+    assert least is not None
+    return searcher.improve([least], least.peak, effort)
 
 
-def peak_cut(structure: Structure) -> int:
-    """The position of the skeleton at which keeping everything peaks."""
-    problem = structure.problem
-    change = np.zeros(len(structure.order) + 1, dtype=np.int64)
-    for v, last in _last_reads(structure):
-        change[structure.position[problem.producer[v]]] += problem.values[v].bytes
-        change[last + 1] -= problem.values[v].bytes
-    extra = np.cumsum(change)[:-1]
-    for at, op in enumerate(structure.order):
-        extra[at] -= sum(
-            problem.values[v].bytes
-            for v in structure.reads[op]
-            if structure.computed_again[v] and not structure.holds(v, at)
-        )
-    return int(np.argmax(structure.unavoidable_bytes + extra))
+@dataclass
+class Auto:
+    """One run of ``auto``.
 
-
-def _last_reads(structure: Structure) -> Iterator[tuple[int, int]]:
-    problem = structure.problem
-    saved = saved_by_default(problem, structure)
-    last: dict[int, int] = {}
-    for at, op in enumerate(structure.order):
-        for v in structure.reads[op]:
-            if v in saved and not problem.values[v].output:
-                last[v] = at
-    yield from last.items()
-
-
-def schedule_of_cut(structure: Structure, cut: int, answer: CutAnswer) -> Schedule:
-    """The schedule of a one-cut plan: until the cut, what is read there is kept as well.
-
-    A value that is read before the cut but not resident at it is dropped at the cut, not at the end
-    of forward: one group for all of backward would compute it again for nothing.
+    Attributes:
+        starts: plans to begin with; those over the budget are repaired.
+        found: plans of the proving thread that the search has not seen yet.
     """
-    problem, end = structure.problem, structure.forward_end
-    assert answer.kept is not None
-    until = {
-        v for op in structure.order[end : cut + 1] for v in structure.reads[op]
-    } & saved_by_default(problem, structure)  # fmt: skip
-    group_of = [int(at > cut) for at in range(end, len(structure.order))]
-    return schedule_from_retention(problem, [answer.kept | until, answer.kept], group_of, structure)
+
+    request: Request
+    searcher: Searcher
+    budget: int
+    starts: Sequence[Schedule]
+    bound: float = 0.0
+    best: Found | None = None
+    found: list[Schedule] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> Proposal:
+        """Prove and search until the deadline, the gap, or a proof of optimality."""
+        request = self.request
+        self.bound = self.searcher.structure.required_seconds
+        prover = Prover(request, self.searcher.structure, self.budget, self._proved, self._enough)
+        if request.max_evaluations is not None:
+            prover.run()
+            self._search()
+        else:
+            thread = threading.Thread(target=prover.run, name="remat prover", daemon=True)
+            thread.start()
+            try:
+                self._search()
+            finally:
+                prover.stop()
+                thread.join()
+        self.failures += prover.failures
+        schedule = None if self.best is None else self.searcher.schedule(self.best)
+        return Proposal(schedule, self.bound, tuple(self.failures))
+
+    def _proved(self, bound: float, plan: Schedule | None) -> None:
+        """The proving thread reports a bound, and a plan (whatever it peaks at)."""
+        with self.lock:
+            self.bound = max(self.bound, bound)
+            if plan is not None:
+                self.found.append(plan)
+        self._report()
+
+    def _enough(self, plan: Found | None = None) -> bool:
+        """Whether the best plan is within the gap."""
+        if plan is not None:
+            self._note(plan)
+        if self.best is None:
+            return False
+        allowed = max(self.request.gap, _PROVEN) * self.best.seconds
+        return self.best.seconds - self.bound <= allowed
+
+    def _note(self, plan: Found) -> None:
+        if plan.peak <= self.budget and (self.best is None or plan.rank < self.best.rank):
+            self.best = plan
+            self._report()
+
+    def _report(self) -> None:
+        if self.request.progress is not None:
+            seconds = None if self.best is None else self.best.seconds
+            self.request.progress(seconds, self.bound)
+
+    def _search(self) -> None:
+        effort = Effort(self.request.deadline, self.request.max_evaluations)
+        fitting = self._first_plans(effort)
+        if not fitting:
+            least = self.searcher.lower(self._all_starts(), self.budget, effort)
+            if least is None or least.peak > self.budget:
+                self.best = least
+                return
+            fitting = [least]
+        for plan in fitting:
+            self._note(plan)
+        self._note(
+            self.searcher.improve(
+                fitting, self.budget, effort, arrivals=self._arrivals, enough=self._enough
+            )
+        )
+
+    def _all_starts(self) -> list[Found]:
+        given = (self.searcher.found(schedule) for schedule in self.starts)
+        return [*self.searcher.seeds, *(plan for plan in given if plan is not None)]
+
+    def _first_plans(self, effort: Effort) -> list[Found]:
+        """Plans that keep the budget: seeds and starts that do, and those that repair mends."""
+        every = self._all_starts()
+        fitting = sorted((p for p in every if p.peak <= self.budget), key=lambda plan: plan.rank)[:2]
+        over = sorted((p for p in every if p.peak > self.budget), key=lambda plan: plan.peak)
+        plans = self._arrivals()
+        for plan in (*fitting, *over[:2], *over[-1:]):
+            part = effort.part(0.15)
+            most = min((p.seconds for p in plans), default=math.inf) * 1.1
+            mended = self.searcher.workers[0].repair(plan.ops, self.budget, part, most)
+            effort.charge(part)
+            if mended is not None:
+                plans.append(mended)
+        return plans
+
+    def _arrivals(self) -> list[Found]:
+        """Plans of the proving thread, mended where they exceed the budget."""
+        with self.lock:
+            arrived, self.found = self.found, []
+        plans: list[Found] = []
+        for schedule in arrived:
+            plan = self.searcher.found(schedule)
+            part = Effort(self.request.deadline, self.request.max_evaluations)
+            if plan is not None:
+                mended = self.searcher.workers[0].repair(plan.ops, self.budget, part)
+                if mended is not None:
+                    plans.append(mended)
+        return plans

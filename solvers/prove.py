@@ -1,0 +1,144 @@
+"""Lower bounds from cuts, cheapest first, and the plans that come with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from remat.solvers.manycut import many_cuts
+from remat.solvers.milp import MilpFailure
+from remat.solvers.onecut import default_bytes, one_cut, promising_cuts, schedule_of_cut
+from remat.solvers.registry import Request
+from remat.solvers.schedule import Schedule
+from remat.solvers.structure import Structure
+
+_SCANNED: Final = 3  # cuts whose LP relaxation is solved
+_SCAN_SHARE: Final = 0.1  # of the time, after which the scan ends
+_MILP_SHARE: Final = 0.35
+_CUT_COUNTS: Final = (4, 8, 16, 32)
+_LP_VARIABLES: Final = 60_000
+_MILP_VARIABLES: Final = 2_000
+_NODES: Final = 200  # of a MILP when evaluations are counted instead of time
+
+
+@dataclass
+class Prover:
+    """Runs the ladder of bounds for one budget.
+
+    Attributes:
+        report: told of every bound (seconds) and of every plan.
+        enough: True once the best plan is within the gap: proving more is of no use.
+    """
+
+    request: Request
+    structure: Structure
+    budget: int
+    report: Callable[[float, Schedule | None], None]
+    enough: Callable[[], bool]
+    failures: list[str] = field(default_factory=list)
+    stopped: bool = False
+
+    def run(self) -> None:
+        """Climb until the deadline, the gap, or the end of the ladder. Never raises."""
+        try:
+            self._climb()
+        except MilpFailure as failure:
+            self.failures.append(str(failure))
+        except Exception as error:  # noqa: BLE001  a proof that fails must not cost the plan
+            self.failures.append(f"bounds: {type(error).__name__}: {error}")
+
+    def stop(self) -> None:
+        """Start no further model."""
+        self.stopped = True
+
+    @property
+    def counted(self) -> bool:
+        return self.request.max_evaluations is not None
+
+    @property
+    def done(self) -> bool:
+        return self.stopped or self.enough() or (not self.counted and self.time_left < 0.2)
+
+    @property
+    def time_left(self) -> float:
+        return self.request.seconds_left
+
+    def _limit(self, share: float) -> float:
+        return math.inf if self.counted else self.time_left * share
+
+    def _climb(self) -> None:
+        cut = self._best_cut()
+        answer = one_cut(
+            self.structure,
+            self.budget,
+            cut,
+            time_limit=self._limit(_MILP_SHARE),
+            nodes=_NODES if self.counted else None,
+        )
+        plan = None if answer.kept is None else schedule_of_cut(self.structure, cut, answer.kept)
+        self._tell(answer.lower_bound, plan)
+        if self.counted:
+            return
+        for count in _CUT_COUNTS:
+            if self.done:
+                return
+            self._several(self._spread(count))
+
+    def _best_cut(self) -> int:
+        """The cut with the highest LP bound among the fullest moments."""
+        best, cuts = (-math.inf, 0), promising_cuts(self.structure, _SCANNED)
+        start = self.time_left
+        for cut in cuts:
+            answer = one_cut(
+                self.structure, self.budget, cut, time_limit=self._limit(_SCAN_SHARE), relaxed=True
+            )
+            self._tell(answer.lower_bound, None)
+            best = max(best, (answer.lower_bound, -cut))
+            slow = not self.counted and start - self.time_left > _SCAN_SHARE * start
+            if self.done or slow:
+                break
+        return -best[1]
+
+    def _several(self, cuts: list[int]) -> None:
+        relaxed = many_cuts(
+            self.structure,
+            self.budget,
+            cuts,
+            time_limit=self._limit(0.9),
+            relaxed=True,
+            most_variables=_LP_VARIABLES,
+        )
+        if relaxed is None:
+            return
+        self._tell(relaxed.lower_bound, None)
+        if self.done:
+            return
+        exact = many_cuts(
+            self.structure,
+            self.budget,
+            cuts,
+            time_limit=self._limit(0.4),
+            most_variables=_MILP_VARIABLES,
+        )
+        if exact is not None:
+            self._tell(exact.lower_bound, exact.plan)
+
+    def _tell(self, bound: float, plan: Schedule | None) -> None:
+        if math.isfinite(bound):
+            self.report(bound, plan)
+
+    def _spread(self, count: int) -> list[int]:
+        """The fullest moments of ``count`` stretches of backward, kept or unavoidable bytes."""
+        start = self.structure.forward_end
+        kept = np.array(default_bytes(self.structure))
+        unavoidable = self.structure.unavoidable_bytes
+        chosen = {start + int(np.argmax(kept[start:])), start + int(np.argmax(unavoidable[start:]))}
+        for k, stretch in enumerate(np.array_split(np.arange(start, len(kept)), count)):
+            if len(stretch):
+                full = kept if k < count // 2 else unavoidable
+                chosen.add(int(stretch[np.argmax(full[stretch])]))
+        return sorted(chosen)
