@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from remat.solvers.errors import InvalidProblem
+from remat.solvers.errors import InvalidOption, InvalidProblem
 
 FORMAT: Final = "remat.problem/1"
 
@@ -81,11 +81,24 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Where values can be offloaded to. Bandwidths in bytes per second, one queue each way."""
+    """Where values can be offloaded to. Bandwidths in bytes per second, one queue each way.
+
+    Raises:
+        InvalidOption: a bandwidth that is not > 0, or a latency that is not finite and >= 0.
+    """
 
     offload_bandwidth: float
     reload_bandwidth: float
     latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for way in ("offload_bandwidth", "reload_bandwidth"):
+            if not getattr(self, way) > 0:
+                raise InvalidOption(
+                    f"{way} is {getattr(self, way)!r}; it must be > 0 bytes a second, such as 25e9"
+                )
+        if not 0 <= self.latency < math.inf:
+            raise InvalidOption(f"latency is {self.latency!r}; it must be finite and >= 0 seconds")
 
 
 @dataclass(frozen=True)

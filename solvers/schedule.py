@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -57,9 +57,9 @@ class Schedule:
 
     @staticmethod
     def from_computes(problem: Problem, computes: Sequence[int]) -> Schedule:
-        """The schedule that runs ``computes`` in order and frees every instance after its last read.
+        """The schedule that runs ``computes`` and frees every instance after its last read.
 
-        A value nobody reads is freed at once. Outputs, owned values and tangents nobody reads stay.
+        A value nobody reads is freed at once. Outputs, owned values and unread tangents stay.
         """
         last = _last_touch(problem, computes)
         steps: list[Step] = []
@@ -175,29 +175,38 @@ class Solution:
 
 
 def decisions(problem: Problem, schedule: Schedule) -> dict[int, Decision]:
-    """For every forward value the backward part reads: kept, recomputed or offloaded."""
+    """For every forward value the backward part reads: kept, recomputed or offloaded.
+
+    A value counts as recomputed if backward reads an instance that was made in backward. An op that
+    is run again for one of its outputs makes the others, too; nobody reads those.
+    """
     boundary = schedule.boundary(problem)
-    made_in_forward = {
-        value
-        for step in schedule.steps[:boundary]
-        if step.kind == "compute"
-        for value in problem.ops[step.index].writes
-    }
-    recomputed: set[int] = set()
+    made_in_forward: set[int] = set()
+    alive: set[int] = set()
+    fresh: set[int] = set()
     read: set[int] = set()
-    for step in schedule.steps[boundary:]:
-        if step.kind == "compute":
+    recomputed: set[int] = set()
+    for position, step in enumerate(schedule.steps):
+        if step.kind == "free":
+            alive.discard(step.index)
+            fresh.discard(step.index)
+        elif step.kind == "compute":
             op = problem.ops[step.index]
+            made = set(op.writes) - alive  # a second instance is dropped when the op returns
+            alive |= made
+            if position < boundary:
+                made_in_forward |= made
+                continue
             read.update(op.reads)
-            recomputed.update(op.writes)
+            recomputed |= fresh.intersection(op.reads)
+            fresh |= made
     offloaded = {step.index for step in schedule.steps if step.kind == "offload"}
     return {
-        value: _decide(value, recomputed, offloaded)
-        for value in sorted(made_in_forward & read)
+        value: _decide(value, recomputed, offloaded) for value in sorted(made_in_forward & read)
     }
 
 
-def _decide(value: int, recomputed: Iterable[int], offloaded: Iterable[int]) -> Decision:
+def _decide(value: int, recomputed: set[int], offloaded: set[int]) -> Decision:
     if value in offloaded:
         return Decision.OFFLOAD
     return Decision.RECOMPUTE if value in recomputed else Decision.KEEP

@@ -27,6 +27,7 @@ def simulate(problem: Problem, schedule: Schedule, link: Link | None = None) -> 
     Raises:
         InvalidSchedule: the first step that cannot run, and why.
     """
+    _check_steps(problem, schedule)
     state = _State(problem, link)
     boundary = schedule.boundary(problem)
     for position, step in enumerate(schedule.steps):
@@ -37,6 +38,16 @@ def simulate(problem: Problem, schedule: Schedule, link: Link | None = None) -> 
         state.enter_backward()
     state.finish()
     return state.timeline()
+
+
+def _check_steps(problem: Problem, schedule: Schedule) -> None:
+    for position, step in enumerate(schedule.steps):
+        if step.kind not in ("compute", "free", "offload", "reload", "wait"):
+            raise InvalidSchedule(f"step {position}: unknown kind {step.kind!r}")
+        count = len(problem.ops if step.kind == "compute" else problem.values)
+        if not 0 <= step.index < count:  # a negative index would quietly mean another op
+            what = f"{step.kind} of index {step.index}"
+            raise InvalidSchedule(f"step {position}: {what}; there are {count}")
 
 
 @dataclass(slots=True)
@@ -88,10 +99,11 @@ class _State:
         for value in op.reads:
             if self.problem.values[value].owned:
                 continue
+            reads = f"op {op.name!r} reads {self._name(value)}"
             if value not in self.alive:
-                self._refuse(position, f"op {op.name!r} reads {self._name(value)}, which is not there")
+                self._refuse(position, f"{reads}, which is not there")
             if value in self.transfers and self.transfers[value].kind == "reload":
-                self._refuse(position, f"op {op.name!r} reads {self._name(value)} without a wait")
+                self._refuse(position, f"{reads} without a wait")
         again = sum(self.problem.values[v].bytes for v in op.writes if v in self.alive)
         for value in op.writes:
             self._allocate(value)
@@ -146,7 +158,8 @@ class _State:
     def _reload(self, position: int, value: int) -> None:
         link, held = self._link(position), self.problem.values[value]
         if value not in self.stored or value in self.alive or value in self.transfers:
-            self._refuse(position, f"reloads {self._name(value)}, which was not offloaded and freed")
+            name = self._name(value)
+            self._refuse(position, f"reloads {name}, which was not offloaded and freed")
         start = max(self.seconds, self.reload_free_at)
         self.reload_free_at = start + link.latency + held.bytes / link.reload_bandwidth
         self.transfers[value] = _Transfer("reload", self.reload_free_at)
