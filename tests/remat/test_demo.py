@@ -30,10 +30,14 @@ LITTLE = dataclasses.replace(PRESETS["tiny"], layers=1, hidden=16, heads=2, sequ
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _one_thread_and_a_fresh_compiler() -> Iterator[None]:
+    # Small ops gain nothing from threads, and on a busy machine lose tenfold by waiting for them.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    torch.set_num_threads(threads)
 
 
 def plainly(model: Any, optimizer: Any) -> Any:
