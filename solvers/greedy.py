@@ -129,6 +129,8 @@ class _Round:
             ran.add(index)
             seconds += ops[index].seconds
             for u in ops[index].reads:
+                if self.problem.values[u].owned:
+                    continue
                 if self.kept[u] or self.held_from[u] <= position:
                     # An input that was gone by the peak would have to stay for it.
                     longer += self.problem.values[u].bytes if self.last[u] < self.peak else 0
