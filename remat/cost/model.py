@@ -48,8 +48,6 @@ class CostModel:
 
     Attributes:
         unmeasured: node name → why its workspace is assumed, for all nodes asked for so far.
-        retained: node name → bytes its outputs keep allocated beyond what the graph says, where
-            there are any. They are part of the workspace, and outlive it.
 
     Raises:
         InvalidOption: the mode is unknown, or asks for measuring on a device that is not here.
@@ -67,7 +65,6 @@ class CostModel:
         self.mode = mode
         self.run = run
         self.unmeasured: dict[str, str] = {}
-        self.retained: dict[str, int] = {}
         self._profiler: Profiler | None = None
         if device.torch_device is not None:
             self._profiler = Profiler(torch.device(device.torch_device), device.granularity)
@@ -85,14 +82,13 @@ class CostModel:
             profile = profiles[node]
             if profile.failure is not None:
                 self.unmeasured[node.name] = profile.failure
-            elif profile.retained:
-                self.retained[node.name] = profile.retained
             flops = node_flops(node)
             found[node] = OpCost(
                 seconds=self._seconds(node, flops, profile),
                 flops=flops,
                 workspace=0 if profile.failure else profile.workspace,
                 assumed=profile.failure is not None,
+                retained=profile.retained,
             )
         return found
 

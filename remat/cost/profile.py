@@ -91,10 +91,8 @@ class Profiler:
         Runs every signature not met before: it may be called while a graph is traced, keeps the
         random generators as they are, and holds the tensors of one op at a time.
         """
-        found = self._walk(nodes, timed, run=False)
-        if run and None in found.values():
-            found = outside_modes(lambda: self._walk(nodes, timed, run=True), self.device)
-            self._store.save()
+        found = outside_modes(lambda: self._walk(nodes, timed, run), self.device)
+        self._store.save()
         return found
 
     def _walk(
