@@ -37,7 +37,7 @@ def test_more_bytes_never_cost_more_seconds(problem):
 
 
 def test_chain_of_three_by_hand():
-    # Save-all holds x1 and x2, then x1, x2, g2 (3 units) at b3. Dropping x1 in forward does not help:
+    # Save-all holds x1 and x2, then x1, x2, g2 (3 units) at b3. Dropping x1 in forward is no help:
     # b2 needs x1, g2 and g1. So 3 is the least, and nothing is run again.
     problem = chain([1, 1, 1, 1], [1.0, 1.0, 1.0])
     peak, _ = least_peak(problem)
