@@ -87,11 +87,10 @@ def run_baseline(model: str, **options: Any) -> Baseline:
     begin, step = time.perf_counter(), STEPS[model]()
     wanted, stock = _stock_graphs(step)
     torch._dynamo.reset()
-    with _partitions() as partitions:
+    with _partitions() as ours:
         run = remat.compile(step.model, memory_budget=None, **options)
         outcome = run_step(run, step)
     problems = [f"{key} differs from torch's own partition" for key in differences(wanted, outcome)]
-    ours = [graph.code for made in partitions for graph in (made.forward, made.backward)]
     if ours != stock:
         problems.append("the baseline's graphs were not handed over untouched")
     plan = _only_plan(run)
@@ -213,17 +212,18 @@ def _only_plan(run: Any) -> Plan:
 
 
 @contextmanager
-def _partitions() -> Iterator[list[Any]]:
-    """Every partition that remat makes inside the block."""
-    made: list[Any] = []
+def _partitions() -> Iterator[list[str]]:
+    """The code of both graphs of every partition that remat makes inside the block."""
+    code: list[str] = []
     real = remat.session.partition
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        made.append(real(*args, **kwargs))
-        return made[-1]
+        made = real(*args, **kwargs)
+        code.extend(graph.code for graph in (made.forward, made.backward))
+        return made
 
     with mock.patch.object(remat.session, "partition", watched):
-        yield made
+        yield code
 
 
 def _stock_graphs(step: TrainingStep) -> tuple[Outcome, list[str]]:
