@@ -42,9 +42,9 @@ def normalise(path: str) -> str:
     parts = [part for part in dotted.split(".") if part and part not in ("_modules", "_orig_mod")]
     dotted = ".".join(parts)
     for prefix in _PREFIXES:
-        if dotted.startswith(prefix):
+        if f"{dotted}.".startswith(prefix):
             return dotted[len(prefix) :]
-    return "" if dotted + "." in _PREFIXES else dotted
+    return dotted
 
 
 def _own_layer(node: fx.Node) -> str:

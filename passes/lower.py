@@ -12,6 +12,7 @@ Three ops of a problem stand for no node of the joint graph:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -177,7 +178,8 @@ class _Builder:
         if why is not None and not ops.has_effect(node) and phase != "backward":
             self.kept.append(f"{node.name} is kept: {why}")
         cost = self.costs[node]
-        workspace = cost.workspace
+        workspace = max(0, cost.workspace - cost.retained)
+        self._retain(node, cost.retained)
         if ops.is_random(node) and rerunnable:
             device = device_of(node)
             reads.append(self._add_random_state(node, device))
@@ -197,6 +199,13 @@ class _Builder:
             random=ops.is_random(node),
             rerunnable=rerunnable,
         )
+
+    def _retain(self, node: fx.Node, extra: int) -> None:
+        """A kernel may return its result inside a larger storage (a loss, in that of its terms)."""
+        if extra and self.storages.created[node]:
+            value = self.value_of[self.storages.created[node][0]]
+            held = self.values[value]
+            self.values[value] = dataclasses.replace(held, bytes=held.bytes + extra)
 
     def _raw_reads(self, node: fx.Node) -> list[int]:
         held = (storage for source in node.all_input_nodes for storage in self.storages.held[source])

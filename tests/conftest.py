@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 from hypothesis import settings
 
 # A shared machine stalls now and then: a property is no less true for having taken a second.
 settings.register_profile("remat", deadline=None)
 settings.load_profile("remat")
+
+
+# What is measured here must neither come from, nor go into, the user's own cache.
+os.environ["REMAT_CACHE_DIR"] = tempfile.mkdtemp(prefix="remat-tests-")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,59 @@
+"""Schedules to emit in tests: extreme ones, and random ones."""
+
+from __future__ import annotations
+
+import random
+
+from remat.passes.lower import Lowered
+from remat.solvers.problem import Problem
+from remat.solvers.schedule import Schedule
+
+
+def recompute_everything(lowered: Lowered) -> Schedule:
+    """Keep only what may not be computed again."""
+    return random_schedule(lowered.problem, random.Random(0), keep=0.0, forget=0.5)
+
+
+def random_schedule(
+    problem: Problem, rng: random.Random, *, keep: float, forget: float
+) -> Schedule:
+    """Forward; then, before each backward op, whatever it lacks, computed depth first.
+
+    Args:
+        keep: the share of values carried over from forward.
+        forget: how likely a value is dropped after each backward op.
+    """
+    pinned = {
+        v
+        for v, value in enumerate(problem.values)
+        if value.output or value.owned or value.tangent or not _again(problem, v)
+    }
+    computes = list(problem.forward)
+    made = {v for op in computes for v in problem.ops[op].writes}
+    present = {v for v in made if v in pinned or rng.random() < keep}
+    for index in problem.backward:
+        _demand(problem, index, present, computes)
+        present = {v for v in present if v in pinned or rng.random() >= forget}
+    return Schedule.from_computes(problem, computes)
+
+
+def _again(problem: Problem, value: int) -> bool:
+    producer = problem.producer[value]
+    return problem.ops[producer].phase != "backward" and problem.ops[producer].rerunnable
+
+
+def _demand(problem: Problem, index: int, present: set[int], computes: list[int]) -> None:
+    pending = [(index, False)]
+    while pending:
+        current, ready = pending.pop()
+        op = problem.ops[current]
+        if current != index and set(op.writes) <= present:
+            continue
+        if ready:
+            computes.append(current)
+            present.update(op.writes)
+            continue
+        pending.append((current, True))
+        for value in op.reads:
+            if problem.producer[value] >= 0 and value not in present:
+                pending.append((problem.producer[value], False))
