@@ -116,9 +116,13 @@ class Structure:
             return (1, 0)
         if self.problem.values[v].output:
             return (start, end)
+        if op.phase == "deferred":
+            # It runs before the op at ``start``: what that op does not read may be gone by then.
+            kept = not op.rerunnable and backward_read >= start
+            return (start, backward_read) if kept else (1, 0)
         if op.phase == "backward" or not op.rerunnable:
             return (start, max(forward_read, backward_read, start))
-        return (1, 0) if op.phase == "deferred" else (start, max(forward_read, start))
+        return (start, max(forward_read, start))
 
     def _last_reads(self) -> tuple[list[int], list[int]]:
         forward = [-1] * len(self.problem.values)

@@ -35,7 +35,7 @@ def budgets(draw, problem_strategy):
 
 @pytest.mark.parametrize("name", sorted(SOLVERS))
 @given(case=budgets(strategies.problems(layers=2)), every=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_judge_accepts_every_plan(name, case, every):
     problem, budget = case
     if name == "every_n_layers" and len(problem.forward) < 2:
@@ -90,10 +90,10 @@ def test_the_same_question_has_the_same_answer(name, problem):
 
 
 @given(case=budgets(strategies.problems()))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_auto_fits_or_proves_that_nothing_does(case):
     problem, budget = case
-    solution = choose.solve(problem, memory_budget=budget, max_evaluations=2000)
+    solution = choose.solve(problem, memory_budget=budget, max_evaluations=200)
     best = least_seconds(problem, budget)
     least, _ = least_peak(problem)
     assert solution.failures == ()
@@ -117,7 +117,7 @@ def test_auto_fits_or_proves_that_nothing_does(case):
 def test_auto_is_within_a_percent_of_chain_on_uniform_chains(case):
     problem, budget = case
     chained = simulate(problem, (ask("chain", problem, budget)).schedule)
-    solution = choose.solve(problem, memory_budget=budget, max_evaluations=2000)
+    solution = choose.solve(problem, memory_budget=budget, max_evaluations=200)
     if chained.peak <= budget:
         assert solution.fits
         assert solution.seconds <= 1.01 * chained.seconds
