@@ -56,18 +56,22 @@ class JointGraph:
     @property
     def forward_outputs(self) -> tuple[Any, ...]:
         """What forward returns: nodes, constants or None."""
-        return tuple(self.output.args[0][: self.num_forward_outputs])  # type: ignore[index]
+        return self._outputs[: self.num_forward_outputs]
 
     @property
     def backward_outputs(self) -> tuple[Any, ...]:
         """What backward returns: gradients or None, one for each primal."""
-        return tuple(self.output.args[0][self.num_forward_outputs :])  # type: ignore[index]
+        return self._outputs[self.num_forward_outputs :]
+
+    @cached_property
+    def _outputs(self) -> tuple[Any, ...]:
+        outputs: Any = self.output.args[0]
+        return tuple(outputs)
 
     @property
     def output_descs(self) -> tuple[Any, ...]:
         """AOTAutograd's descriptor of every output (None where it gave none)."""
-        count = len(self.output.args[0])  # type: ignore[arg-type]
-        return tuple(self.output.meta.get("desc") or [None] * count)
+        return tuple(self.output.meta.get("desc") or [None] * len(self._outputs))
 
     @cached_property
     def primals(self) -> tuple[fx.Node, ...]:
@@ -126,12 +130,14 @@ class JointGraph:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of targets, topology, shapes, strides, dtypes and constants; names do not count."""
+        """SHA-256 of targets, topology, shapes, strides, dtypes, constants; not of names."""
         position = {node: index for index, node in enumerate(self.nodes)}
         lines = [f"forward outputs {self.num_forward_outputs}"]
         for node in (*self.nodes, self.output):
             what = node.op if node.op in ("placeholder", "get_attr", "output") else str(node.target)
-            arguments = _canonical((node.args, node.kwargs), position) if node.op != "placeholder" else ""
+            arguments = (
+                _canonical((node.args, node.kwargs), position) if node.op != "placeholder" else ""
+            )
             lines.append(f"{what} {arguments} {_signature(node.meta.get('val'))}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -136,7 +136,8 @@ class _Builder:
 
     def _new_contents(self) -> set[int]:
         """Storages that forward returns only for its caller to copy into a mutated input."""
-        returned, copied = set(), set()
+        returned: set[int] = set()
+        copied: set[int] = set()
         for output, desc in zip(self.joint.forward_outputs, self.joint.output_descs, strict=False):
             if isinstance(output, fx.Node):
                 into = copied if private.mutated_input(desc) is not None else returned
@@ -148,7 +149,9 @@ class _Builder:
         gradients = self._storages_of(self.joint.backward_outputs)
         for storage, creator in enumerate(self.storages.creator):
             owned = creator.op == "get_attr" or private.is_primal(creator)
-            output = "forward" if storage in returned else "backward" if storage in gradients else None
+            output = (
+                "forward" if storage in returned else "backward" if storage in gradients else None
+            )
             if private.is_tangent(creator) and creator.meta["val"].numel() == 1:
                 # The gradient of a loss is made, and held to the end, by whoever calls backward().
                 output = "backward"
@@ -208,7 +211,9 @@ class _Builder:
             self.values[value] = dataclasses.replace(held, bytes=held.bytes + extra)
 
     def _raw_reads(self, node: fx.Node) -> list[int]:
-        held = (storage for source in node.all_input_nodes for storage in self.storages.held[source])
+        held = (
+            storage for source in node.all_input_nodes for storage in self.storages.held[source]
+        )
         return [s for s in dict.fromkeys(held) if s not in self.storages.created[node]]
 
     def _reads(self, node: fx.Node) -> list[int]:

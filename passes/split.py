@@ -1,9 +1,9 @@
 """A schedule becomes two graphs: forward and backward, in the schedule's order, step by step.
 
 Ops are emitted exactly where the schedule computes them, as often as it does. Views are not ops:
-each is emitted where somebody reads it, over the instance of its base that is alive there. A getitem
-follows its op at once, because a late one keeps the whole tuple alive. Nothing is freed in so many
-words: a name dies at its last use, which is where the schedule frees the value.
+each is emitted where somebody reads it, over the instance of its base that is alive there. A
+getitem follows its op at once, because a late one keeps the whole tuple alive. Nothing is freed in
+so many words: a name dies at its last use, which is where the schedule frees the value.
 
 Backward is emitted first: what it has to be given is what forward saves.
 """
@@ -34,8 +34,8 @@ Saved = tuple[fx.Node, SavedKind]
 def split(lowered: Lowered, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Emit forward and backward as AOTAutograd wants them.
 
-    Forward returns its outputs, then the saved tensors; backward takes the saved tensors in the same
-    order, then the tangents.
+    Forward returns its outputs, then the saved tensors; backward takes the saved tensors in the
+    same order, then the tangents.
 
     Raises:
         RematError: the schedule reads what it has not kept, or has steps this version cannot emit.
@@ -200,7 +200,9 @@ class _Forward(_Emitter):
     def close(self) -> None:
         joint = self.lowered.joint
         outputs = self.output_args(joint.forward_outputs)
-        saved = [self.resolve(n) if kind == "node" else self.made[n, kind] for n, kind in self.saved]
+        saved = [
+            self.resolve(n) if kind == "node" else self.made[n, kind] for n, kind in self.saved
+        ]
         descs = list(joint.output_descs[: joint.num_forward_outputs])
         descs += [
             private.saved_desc(index, _is_version_checked(node))
@@ -251,8 +253,9 @@ class _Backward(_Emitter):
         inputs = {source: self.resolve(source) for source in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: inputs[source])
         state = self._given(node, "random_state")
+        op: Any = node.target
         copy = self.graph.call_function(
-            runtime.replay_random, (state, device_of(node), node.target, *args), kwargs
+            runtime.replay_random, (state, device_of(node), op, *args), kwargs
         )
         copy.meta = dict(node.meta)
         return copy

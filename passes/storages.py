@@ -98,5 +98,7 @@ def main_device(joint: JointGraph) -> torch.device:
     held: dict[torch.device, int] = {}
     for node in joint.nodes:
         for tensor in tensors_of(node):
-            held[tensor.device] = held.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+            held[tensor.device] = (
+                held.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+            )
     return max(held, key=lambda device: held[device], default=torch.device("cpu"))

@@ -173,9 +173,7 @@ def _least(problem: Problem, known: KnownPlans, options: Options) -> Solution:
     return known.least
 
 
-def _solve(
-    problem: Problem, known: KnownPlans, options: Options, budget: int | None
-) -> Solution:
+def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | None) -> Solution:
     starts = tuple(known.schedules) if options.solver == "auto" else ()
     solution = solve(
         problem,
@@ -210,7 +208,9 @@ def _untouched(
 def _replay(problem: Problem, plan: Plan, graph_hash: str) -> _Choice:
     """The stored schedule, priced anew: the resident bytes and this device's costs may differ."""
     plan.check(graph_hash, torch.__version__)
-    ours, theirs = ([(op.phase, op.reads, op.writes) for op in p.ops] for p in (problem, plan.problem))
+    ours, theirs = (
+        [(op.phase, op.reads, op.writes) for op in p.ops] for p in (problem, plan.problem)
+    )
     if ours != theirs:
         raise PlanMismatch(
             "the plan's steps do not fit this graph: it was written by another version of remat "

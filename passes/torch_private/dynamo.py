@@ -53,11 +53,13 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_copy(mode: FakeTensorMode, model: torch.nn.Module, inputs: Any) -> tuple[Any, Any]:
-    """Copies of a module and of nested inputs on fake tensors of static shapes; allocates nothing."""
+    """Copies of a module and nested inputs on fake tensors of static shapes; allocates nothing."""
     with FakeCopyMode(mode):
         fake_model = copy.deepcopy(model)
 
     def fake(item: Any) -> Any:
-        return mode.from_tensor(item, static_shapes=True) if isinstance(item, torch.Tensor) else item
+        return (
+            mode.from_tensor(item, static_shapes=True) if isinstance(item, torch.Tensor) else item
+        )
 
     return fake_model, torch.utils._pytree.tree_map(fake, inputs)

@@ -67,7 +67,7 @@ def default_partition(
 
 
 def boxed(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A callable that takes its arguments in a list it empties, so that each dies at its last use."""
+    """A callable that takes its arguments in a list it empties: each dies at its last use."""
     return _boxed_nop(graph, list(example_inputs))
 
 
@@ -86,4 +86,4 @@ def aot_compile(
         inference_compiler=inference_compiler,
         partition_fn=partition,
     )
-    return aot(graph, list(example_inputs))  # type: ignore[no-any-return]
+    return aot(graph, list(example_inputs))

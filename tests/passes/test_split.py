@@ -21,7 +21,7 @@ from tests.passes.plans import random_schedule, recompute_everything
 
 
 class Everything(nn.Module):
-    """Dropout, BatchNorm, views, splits, several outputs of one op, a shared weight, in-place ops."""
+    """Dropout, BatchNorm, views, splits, several outputs of an op, shared weights, in-place ops."""
 
     def __init__(self) -> None:
         super().__init__()
