@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from remat.solvers.bounds import floor
     from remat.solvers.choose import least_peak, solve
+    from remat.solvers.frontier import frontier
     from remat.solvers.problem import Link, Op, Problem, Value
     from remat.solvers.schedule import Decision, Schedule, Solution, Step, Timeline, decisions
     from remat.solvers.simulate import simulate
 
 _HOMES: Final = {
     "floor": "bounds",
+    "frontier": "frontier",
     "least_peak": "choose",
     "solve": "choose",
     "Link": "problem",
@@ -45,6 +47,7 @@ __all__ = [
     "Value",
     "decisions",
     "floor",
+    "frontier",
     "least_peak",
     "simulate",
     "solve",

@@ -14,12 +14,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from remat.solvers.compiled import compiled
+from remat.solvers.compiled import compiled, inner
 from remat.solvers.evaluate import (
     AGAIN,
     BOUNDARY,
     LENGTH,
-    NEXT,
     PEAK,
     PEAK_POSITION,
     PINNED,
@@ -34,6 +33,7 @@ from remat.solvers.evaluate import (
     Floats,
     Ints,
     Sequence,
+    copy_front,
     excess,
     judge_ranges,
     load,
@@ -99,13 +99,13 @@ def draw(random: npt.NDArray[np.uint64]) -> float:
     return float(x >> np.uint64(11)) / 9007199254740992.0
 
 
-@compiled
+@inner
 def pick(random: npt.NDArray[np.uint64], count: int) -> int:
     """Uniform in 0 .. count - 1."""
     return min(count - 1, int(draw(random) * count))
 
 
-@compiled
+@inner
 def find_gaps(arrays: Arrays, s: Sequence, memory: Memory, at: int) -> int:
     """Put into ``memory.candidates`` the ends of all gaps over ``at`` that may be evicted."""
     found = 0
@@ -128,7 +128,7 @@ def find_gaps(arrays: Arrays, s: Sequence, memory: Memory, at: int) -> int:
     return found
 
 
-@compiled
+@inner
 def thin(arrays: Arrays, s: Sequence, memory: Memory, found: int, most: int) -> int:
     """Leave ``most`` candidates: tournaments of two, the larger value wins."""
     if found <= most:
@@ -183,7 +183,7 @@ def repair(
     return bool(s.facts[PEAK] <= budget)
 
 
-@compiled
+@inner
 def _random_excess(s: Sequence, memory: Memory, budget: int) -> int:
     """A random position over the budget."""
     chosen, seen = s.facts[PEAK_POSITION], 0
@@ -192,10 +192,10 @@ def _random_excess(s: Sequence, memory: Memory, budget: int) -> int:
             seen += 1
             if draw(memory.random) * seen < 1.0:
                 chosen = p
-    return chosen
+    return int(chosen)
 
 
-@compiled
+@inner
 def _cheapest(
     arrays: Arrays,
     s: Sequence,
@@ -206,7 +206,7 @@ def _cheapest(
     most: float,
     noise: float,
 ) -> tuple[int, int]:
-    """(end of the gap, mode) with the least added time per byte of excess; (-1, FIT) if none helps."""
+    """(end of the gap, mode) with least added time per byte of excess; (-1, FIT) if none helps."""
     total = excess(s, 0, s.facts[LENGTH] - 1, 0, budget)
     least, chosen, how = math.inf, -1, FIT
     for i in range(found):
@@ -228,9 +228,7 @@ def _cheapest(
 
 
 @compiled
-def fill(
-    arrays: Arrays, s: Sequence, w: Scratch, memory: Memory, budget: int, width: int
-) -> None:
+def fill(arrays: Arrays, s: Sequence, w: Scratch, memory: Memory, budget: int, width: int) -> None:
     """Take recomputations out, the slowest that fits first, until none fits."""
     while True:
         found = _recomputations(s, memory)
@@ -253,7 +251,7 @@ def fill(
         retain(arrays, s, chosen)
 
 
-@compiled
+@inner
 def _recomputations(s: Sequence, memory: Memory) -> int:
     found = 0
     for p in range(s.facts[BOUNDARY], s.facts[LENGTH]):
@@ -267,12 +265,12 @@ def _recomputations(s: Sequence, memory: Memory) -> int:
 def save(s: Sequence, memory: Memory, row: int) -> None:
     """Remember the sequence as ``row``."""
     n = s.facts[LENGTH]
-    memory.ops[row, :n] = s.ops[:n]
+    copy_front(memory.ops[row], s.ops, n)
     memory.length[row] = n
     memory.seconds[row] = s.seconds[0]
 
 
-@compiled
+@inner
 def _disturb(arrays: Arrays, s: Sequence, w: Scratch, memory: Memory, budget: int) -> bool:
     """Take out a few random recomputations, slow ones rather; False if there are none."""
     found = _recomputations(s, memory)
@@ -337,7 +335,7 @@ def anneal(
         if memory.counts[0] > _STALE:
             memory.counts[0] = 0
             n = memory.length[BEST]
-            memory.ops[NOW, :n] = memory.ops[BEST, :n]
+            copy_front(memory.ops[NOW], memory.ops[BEST], n)
             memory.length[NOW] = n
             memory.seconds[NOW] = memory.seconds[BEST]
     return rounds

@@ -1,20 +1,23 @@
 """``auto``: any-time. Keep everything if it fits; else bound, start, repair and search.
 
-Two things run side by side. One thread proves: LP relaxations of a few cuts, the one-cut MILP at the
-cut that says most, then several cuts; every MILP plan goes to the search. The other searches, from
-nested checkpointing, from everything kept, and from what the first thread finds. Under a number of
-evaluations instead of a clock the two run one after the other, so the outcome does not depend on
-their speed.
+Two things run side by side. One thread proves: LP relaxations of a few cuts, the one-cut MILP at
+the cut that says most, then several cuts; every MILP plan goes to the search. The other searches,
+from nested checkpointing, from everything kept, and from what the first thread finds. Under a
+number of evaluations instead of a clock the two run one after the other, so the outcome does not
+depend on their speed.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from remat.solvers.bounds import floor
+from remat.solvers.cold import KERNELS, plans_without_kernels
 from remat.solvers.keep import keep_everything
 from remat.solvers.prove import Prover
 from remat.solvers.registry import Proposal, Request, register
@@ -36,16 +39,37 @@ def solve_auto(request: Request) -> Proposal:
         return Proposal(keep, structure.required_seconds)
     if floor(request.problem, structure)[0] > budget:
         return least_peak_proposal(request)
-    return Auto(request, Searcher(structure, request.seed), budget, (keep,)).run()
+    return Auto(request, structure, budget, (keep, *request.starts)).run()
 
 
 def least_peak_proposal(request: Request) -> Proposal:
-    """The plan with the smallest peak that can be found before the deadline; then the fastest so."""
+    """The plan with the smallest peak that is found before the deadline; then the fastest so."""
     structure = Structure(request.problem)
+    if not KERNELS.wait(patience(request)):
+        over = _clock(request)
+        plans = [keep_everything(request.problem, structure)]
+        plans += plans_without_kernels(structure, None, over)
+        least = min(plans, key=lambda plan: simulate(request.problem, plan).peak)
+        return Proposal(least, structure.required_seconds, _complaints())
     searcher = Searcher(structure, request.seed)
     effort = Effort(request.deadline, request.max_evaluations)
-    least = least_peak_plan(searcher, effort)
-    return Proposal(searcher.schedule(least), structure.required_seconds)
+    plan = least_peak_plan(searcher, effort)
+    return Proposal(searcher.schedule(plan), structure.required_seconds)
+
+
+def patience(request: Request) -> float | None:
+    """Seconds to wait for the kernels; None, however long, where evaluations are counted."""
+    return None if request.max_evaluations is not None else 0.8 * request.seconds_left
+
+
+def _clock(request: Request) -> Callable[[], bool]:
+    """True when time is up; a second is granted in any case, to find anything at all."""
+    until = max(request.deadline, time.monotonic() + 1.0)
+    return lambda: time.monotonic() >= until
+
+
+def _complaints() -> tuple[str, ...]:
+    return (KERNELS.failure or "the compiled search was not ready in time",)
 
 
 def least_peak_plan(searcher: Searcher, effort: Effort) -> Found:
@@ -66,15 +90,17 @@ class Auto:
 
     Attributes:
         starts: plans to begin with; those over the budget are repaired.
+        best, plan: what the search found, as it sees it; the schedule to answer with.
         found: plans of the proving thread that the search has not seen yet.
     """
 
     request: Request
-    searcher: Searcher
+    structure: Structure
     budget: int
     starts: Sequence[Schedule]
     bound: float = 0.0
     best: Found | None = None
+    plan: Schedule | None = None
     found: list[Schedule] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,22 +108,43 @@ class Auto:
     def run(self) -> Proposal:
         """Prove and search until the deadline, the gap, or a proof of optimality."""
         request = self.request
-        self.bound = self.searcher.structure.required_seconds
-        prover = Prover(request, self.searcher.structure, self.budget, self._proved, self._enough)
+        self.bound = self.structure.required_seconds
+        prover = Prover(request, self.structure, self.budget, self._proved, self._enough)
         if request.max_evaluations is not None:
             prover.run()
-            self._search()
+            self._work()
         else:
             thread = threading.Thread(target=prover.run, name="remat prover", daemon=True)
             thread.start()
             try:
-                self._search()
+                self._work()
             finally:
                 prover.stop()
                 thread.join()
         self.failures += prover.failures
-        schedule = None if self.best is None else self.searcher.schedule(self.best)
-        return Proposal(schedule, self.bound, tuple(self.failures))
+        return Proposal(self.plan, self.bound, tuple(self.failures))
+
+    def _work(self) -> None:
+        if KERNELS.wait(patience(self.request)):
+            searcher = Searcher(self.structure, self.request.seed)
+            self._search(searcher)
+            if self.best is not None:
+                self.plan = searcher.schedule(self.best)
+        else:
+            self.failures += _complaints()
+            self._make_do()
+
+    def _make_do(self) -> None:
+        """The best plan that is found without the compiled search."""
+        problem = self.request.problem
+        best = (math.inf, math.inf)
+        proved = self.found
+        plans = plans_without_kernels(self.structure, self.budget, _clock(self.request))
+        for plan in itertools.chain(self.starts, plans, proved):
+            timeline = simulate(problem, plan)
+            over = max(0, timeline.peak - self.budget)
+            if (over, timeline.seconds) < best:
+                best, self.plan = (over, timeline.seconds), plan
 
     def _proved(self, bound: float, plan: Schedule | None) -> None:
         """The proving thread reports a bound, and a plan (whatever it peaks at)."""
@@ -126,11 +173,11 @@ class Auto:
             seconds = None if self.best is None else self.best.seconds
             self.request.progress(seconds, self.bound)
 
-    def _search(self) -> None:
+    def _search(self, searcher: Searcher) -> None:
         effort = Effort(self.request.deadline, self.request.max_evaluations)
-        fitting = self._first_plans(effort)
+        fitting = self._first_plans(searcher, effort)
         if not fitting:
-            least = self.searcher.lower(self._all_starts(), self.budget, effort)
+            least = searcher.lower(self._all_starts(searcher), self.budget, effort)
             if least is None or least.peak > self.budget:
                 self.best = least
                 return
@@ -138,40 +185,46 @@ class Auto:
         for plan in fitting:
             self._note(plan)
         self._note(
-            self.searcher.improve(
-                fitting, self.budget, effort, arrivals=self._arrivals, enough=self._enough
+            searcher.improve(
+                fitting,
+                self.budget,
+                effort,
+                arrivals=lambda: self._arrivals(searcher),
+                enough=self._enough,
             )
         )
 
-    def _all_starts(self) -> list[Found]:
-        given = (self.searcher.found(schedule) for schedule in self.starts)
-        return [*self.searcher.seeds, *(plan for plan in given if plan is not None)]
+    def _all_starts(self, searcher: Searcher) -> list[Found]:
+        given = (searcher.found(schedule) for schedule in self.starts)
+        return [*searcher.seeds, *(plan for plan in given if plan is not None)]
 
-    def _first_plans(self, effort: Effort) -> list[Found]:
+    def _first_plans(self, searcher: Searcher, effort: Effort) -> list[Found]:
         """Plans that keep the budget: seeds and starts that do, and those that repair mends."""
-        every = self._all_starts()
-        fitting = sorted((p for p in every if p.peak <= self.budget), key=lambda plan: plan.rank)[:2]
+        every = self._all_starts(searcher)
+        fitting = sorted((p for p in every if p.peak <= self.budget), key=lambda plan: plan.rank)[
+            :2
+        ]
         over = sorted((p for p in every if p.peak > self.budget), key=lambda plan: plan.peak)
-        plans = self._arrivals()
+        plans = self._arrivals(searcher)
         for plan in (*fitting, *over[:2], *over[-1:]):
             part = effort.part(0.15)
             most = min((p.seconds for p in plans), default=math.inf) * 1.1
-            mended = self.searcher.workers[0].repair(plan.ops, self.budget, part, most)
+            mended = searcher.workers[0].repair(plan.ops, self.budget, part, most)
             effort.charge(part)
             if mended is not None:
                 plans.append(mended)
         return plans
 
-    def _arrivals(self) -> list[Found]:
+    def _arrivals(self, searcher: Searcher) -> list[Found]:
         """Plans of the proving thread, mended where they exceed the budget."""
         with self.lock:
             arrived, self.found = self.found, []
         plans: list[Found] = []
         for schedule in arrived:
-            plan = self.searcher.found(schedule)
+            plan = searcher.found(schedule)
             part = Effort(self.request.deadline, self.request.max_evaluations)
             if plan is not None:
-                mended = self.searcher.workers[0].repair(plan.ops, self.budget, part)
+                mended = searcher.workers[0].repair(plan.ops, self.budget, part)
                 if mended is not None:
                     plans.append(mended)
         return plans

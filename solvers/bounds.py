@@ -1,7 +1,7 @@
 """The floor: a peak that no schedule of the class can go under.
 
-While the op at a position of the skeleton runs, everything unavoidable there (``structure.py``), what
-it reads, what it writes and its workspace are alive together. Nothing is assumed about what is
+While the op at a position of the skeleton runs, everything unavoidable there (``structure.py``),
+what it reads, what it writes and its workspace are alive together. Nothing is assumed about what is
 recomputed, nor about when a deferred op runs.
 """
 

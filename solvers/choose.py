@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from remat.solvers import auto as _auto
-from remat.solvers import keep as _keep  # noqa: F401  importing a solver's module registers it
+from remat.solvers import chain as _chain  # noqa: F401  importing a solver's module registers it
+from remat.solvers import every_n_layers as _every_n_layers  # noqa: F401
+from remat.solvers import greedy as _greedy  # noqa: F401
+from remat.solvers import ilp as _ilp  # noqa: F401
+from remat.solvers import keep as _keep  # noqa: F401
+from remat.solvers import mincut as _mincut  # noqa: F401
+from remat.solvers import sqrt as _sqrt  # noqa: F401
 from remat.solvers.bounds import floor
 from remat.solvers.errors import InvalidOption, InvalidSchedule
 from remat.solvers.keep import keep_everything
@@ -69,6 +75,7 @@ def solve(
         max_evaluations=max_evaluations,
         every_n_layers=every_n_layers,
         link=link,
+        starts=tuple(starts),
         progress=progress,
     )
     judge = _Judge(problem, memory_budget, link)
@@ -107,7 +114,7 @@ def least_peak(
     judge.hear("keep", keep_everything(problem))
     try:
         proposal = _auto.least_peak_proposal(request)
-    except Exception as error:  # a plan is there already; what failed is reported with it
+    except Exception as error:  # noqa: BLE001  a plan is there; what failed is reported with it
         proposal = Proposal(None, failures=(f"least_peak: {_describe(error)}",))
     judge.hear("auto", proposal.schedule)
     judge.memory_budget = judge.peak
@@ -120,7 +127,7 @@ def _ask(solver: str, request: Request, judge: _Judge) -> Proposal:
         return function(request)
     except InvalidOption:
         raise
-    except Exception as error:  # whatever broke, the caller gets the best valid plan and the reason
+    except Exception as error:  # noqa: BLE001  the caller gets the best valid plan and the reason
         judge.failures.append(f"{solver}: {_describe(error)}")
         return Proposal(None)
 

@@ -1,14 +1,15 @@
 """The compiled evaluator: seconds and bytes of a sequence of ops, and of small changes to it.
 
-A *sequence* is what runs, in order: forward ops, then backward ops with recomputations between them.
-Any sequence whose reads are computed somewhere before is a schedule: a value is held from the op that
-writes it to the last read before it is written again (``Schedule.from_computes``), so a sequence
-decides everything. The judge (``simulate.py``) defines what the figures mean; tests hold this file
-equal to it.
+A *sequence* is what runs, in order: forward ops, then backward ops with recomputations between
+them. Any sequence whose reads are computed somewhere before is a schedule: a value is held from the
+op that writes it to the last read before it is written again (``Schedule.from_computes``), so a
+sequence decides everything. The judge (``simulate.py``) defines what the figures mean; tests hold
+this file equal to it.
 
-Every operand of every op in the sequence is a *touch*. The touches of one value are linked in order.
-Between a touch and the next one, unless that is a write, the value is alive: a *gap*. Bytes in use at
-a position are those of the gaps that span or end there, plus what its op writes, plus its workspace.
+Every operand of every op in the sequence is a *touch*. The touches of one value are linked in
+order. Between a touch and the next one, unless that is a write, the value is alive: a *gap*. Bytes
+in use at a position are those of the gaps that span or end there, plus what its op writes, plus its
+workspace.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from remat.solvers.compiled import compiled
+from remat.solvers.compiled import compiled, inner
 from remat.solvers.problem import Problem
 
 Ints = npt.NDArray[np.int64]
@@ -87,7 +88,10 @@ class Sequence(NamedTuple):
 
 def arrays_of(problem: Problem) -> Arrays:
     """The arrays of ``problem``."""
-    values, phases = problem.values, {"forward": FORWARD, "deferred": DEFERRED, "backward": BACKWARD}
+    values, phases = (
+        problem.values,
+        {"forward": FORWARD, "deferred": DEFERRED, "backward": BACKWARD},
+    )
     operands: list[int] = []
     table = np.zeros((len(problem.ops), 6), dtype=np.int64)
     for index, op in enumerate(problem.ops):
@@ -129,6 +133,13 @@ def new_sequence(arrays: Arrays) -> Sequence:
     )
 
 
+@inner
+def copy_front(to: Ints, source: Ints, count: int) -> None:
+    """Copy the first ``count`` numbers."""
+    for i in range(count):
+        to[i] = source[i]
+
+
 @compiled
 def load(arrays: Arrays, s: Sequence, ops: Ints, length: int) -> bool:
     """Analyse the sequence ``ops[:length]``; False if it does not fit into the room there is."""
@@ -137,7 +148,7 @@ def load(arrays: Arrays, s: Sequence, ops: Ints, length: int) -> bool:
         touches += arrays.op[ops[p], END] - arrays.op[ops[p], READS]
     if length > len(s.ops) or touches > len(s.touch):
         return False
-    s.ops[:length] = ops[:length]
+    copy_front(s.ops, ops, length)
     s.facts[LENGTH] = length
     analyse(arrays, s)
     return True
@@ -153,7 +164,7 @@ def analyse(arrays: Arrays, s: Sequence) -> None:
     count_bytes(arrays, s)
 
 
-@compiled
+@inner
 def mark_again(s: Sequence) -> None:
     """Note for each position whether its op has run before."""
     s.scratch[:] = 0
@@ -162,7 +173,7 @@ def mark_again(s: Sequence) -> None:
         s.scratch[s.ops[p]] = 1
 
 
-@compiled
+@inner
 def drop_useless(arrays: Arrays, s: Sequence) -> None:
     """Take out recomputations whose results nobody reads, and those that only served them."""
     n, wanted = s.facts[LENGTH], s.scratch
@@ -186,7 +197,7 @@ def drop_useless(arrays: Arrays, s: Sequence) -> None:
         s.facts[LENGTH] = n - to
 
 
-@compiled
+@inner
 def link_touches(arrays: Arrays, s: Sequence) -> None:
     """Fill ``touch``, ``last``, the boundary and the seconds."""
     s.last[:] = -1
@@ -215,7 +226,7 @@ def link_touches(arrays: Arrays, s: Sequence) -> None:
     s.seconds[0] = seconds
 
 
-@compiled
+@inner
 def count_bytes(arrays: Arrays, s: Sequence) -> None:
     """Fill ``before``, ``used``, ``block`` and the peak."""
     n = s.facts[LENGTH]
@@ -238,7 +249,7 @@ def count_bytes(arrays: Arrays, s: Sequence) -> None:
     s.facts[PEAK_POSITION] = at
 
 
-@compiled
+@inner
 def _count_changes(arrays: Arrays, s: Sequence) -> None:
     """``before`` as differences: the bytes that come to life or die just before each position."""
     n, boundary = s.facts[LENGTH], s.facts[BOUNDARY]
@@ -260,9 +271,9 @@ def _count_changes(arrays: Arrays, s: Sequence) -> None:
             s.before[s.touch[k, POSITION] + 1] -= arrays.value[v, SIZE]
 
 
-@compiled
+@inner
 def highest(s: Sequence, first: int, last: int) -> int:
-    """The most bytes in use at positions ``first`` to ``last``, both included; 0 if there are none."""
+    """The most bytes in use at positions ``first`` to ``last``, both included; 0 if none."""
     best = 0
     p = first
     while p <= last:
@@ -275,7 +286,7 @@ def highest(s: Sequence, first: int, last: int) -> int:
     return best
 
 
-@compiled
+@inner
 def excess(s: Sequence, first: int, last: int, shift: int, budget: int) -> int:
     """Sum over positions of the bytes above ``budget`` if ``shift`` bytes were added to each."""
     total = 0
@@ -292,10 +303,10 @@ def excess(s: Sequence, first: int, last: int, shift: int, budget: int) -> int:
 class Ranges(NamedTuple):
     """Changes of the bytes in use: ``amount[i]`` is added at positions ``first[i]..last[i]``.
 
-    ``count`` holds how many there are; ``corner`` and ``step`` are scratch.
+    ``size`` holds how many there are; ``corner`` and ``step`` are scratch.
     """
 
-    count: Ints
+    size: Ints
     first: Ints
     last: Ints
     amount: Ints
@@ -311,18 +322,18 @@ def new_ranges() -> Ranges:
     )
 
 
-@compiled
+@inner
 def add_range(ranges: Ranges, first: int, last: int, amount: int) -> bool:
     """Note a change; False if there is no room left for it."""
     if last < first or amount == 0:
         return True
-    i = ranges.count[0]
+    i = ranges.size[0]
     if i >= RANGES:
         return False
     ranges.first[i] = first
     ranges.last[i] = last
     ranges.amount[i] = amount
-    ranges.count[0] = i + 1
+    ranges.size[0] = i + 1
     return True
 
 
@@ -330,7 +341,7 @@ def add_range(ranges: Ranges, first: int, last: int, amount: int) -> bool:
 def judge_ranges(s: Sequence, ranges: Ranges, budget: int) -> tuple[int, int]:
     """(peak, change of the excess) of the sequence with the ranges applied."""
     corner, step, corners = ranges.corner, ranges.step, 0
-    for i in range(ranges.count[0]):
+    for i in range(ranges.size[0]):
         for end in range(2):
             at = ranges.first[i] if end == 0 else ranges.last[i] + 1
             amount = ranges.amount[i] if end == 0 else -ranges.amount[i]
@@ -349,7 +360,9 @@ def judge_ranges(s: Sequence, ranges: Ranges, budget: int) -> tuple[int, int]:
             top = highest(s, at, until - 1)
             peak = max(peak, top + shift)
             if shift != 0 and (top > budget or top + shift > budget):
-                change += excess(s, at, until - 1, shift, budget) - excess(s, at, until - 1, 0, budget)
+                change += excess(s, at, until - 1, shift, budget) - excess(
+                    s, at, until - 1, 0, budget
+                )
             at = until
         if j < corners:
             shift += step[j]

@@ -1,8 +1,8 @@
 """Several cuts: what is carried from one moment of backward to the next, and what runs in between.
 
-Sets. Cuts c_1 < ... < c_k are positions of backward ops in the skeleton (``structure.py``). Interval g
-runs from just after c_g up to and including the op of c_(g+1); interval 0 starts with backward and
-interval k ends with it.
+Sets. Cuts c_1 < ... < c_k are positions of backward ops in the skeleton (``structure.py``).
+Interval g runs from just after c_g up to and including the op of c_(g+1); interval 0 starts with
+backward and interval k ends with it.
 
 Variables. s_vg = 1: value v is resident at c_g (s_v0: when forward ends).  r_ig = 1: op i runs
 (again) in interval g.  X_ig, continuous: op i runs (again) at or after interval g.
@@ -29,6 +29,7 @@ not limited, so a plan may peak above B and must be simulated.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,9 +46,15 @@ _NO_SIZE_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class CutsAnswer(CutAnswer):
-    """Like :class:`CutAnswer`; ``plan`` is the schedule of the solution, or None."""
+    """Like :class:`CutAnswer`.
+
+    Attributes:
+        plan: the schedule of the solution, or None.
+        variables: how many the model has, X left out.
+    """
 
     plan: Schedule | None = None
+    variables: int = 0
 
 
 def many_cuts(
@@ -65,7 +72,7 @@ def many_cuts(
 
     Args:
         cuts: positions of backward ops in the skeleton.
-        time_limit, gap, nodes: when HiGHS may stop.
+        time_limit: seconds, stating the model included. gap, nodes: when HiGHS may stop.
 
     Raises:
         MilpFailure: the solver broke; nothing is known.
@@ -76,19 +83,22 @@ def many_cuts(
     formulation = _ManyCuts(structure, memory_budget, tuple(cuts), Model(relaxed))
     if formulation.size > most_variables:
         return None
+    began = time.monotonic()
     formulation.build()
-    found = formulation.model.solve(time_limit=time_limit, gap=gap, nodes=nodes)
+    left = time_limit - (time.monotonic() - began)
+    found = formulation.model.solve(time_limit=left, gap=gap, nodes=nodes)
     required = structure.required_seconds
     if found.outcome == "infeasible":
-        return CutsAnswer("infeasible", math.inf)
+        return CutsAnswer("infeasible", math.inf, variables=formulation.size)
     bound = required * (1 + max(0.0, found.bound) / SCALE)
     if relaxed or found.outcome == "unknown":
-        return CutsAnswer(found.outcome, bound)
+        return CutsAnswer(found.outcome, bound, variables=formulation.size)
     return CutsAnswer(
         found.outcome,
         bound,
         required * (1 + found.objective / SCALE),
         plan=formulation.schedule(found.values),
+        variables=formulation.size,
     )
 
 
@@ -132,7 +142,7 @@ class _ManyCuts:
 
     @cached_property
     def last_use(self) -> dict[int, int]:
-        """For each value, the last interval that may want it: to read it, or to make what is read."""
+        """For each value, the last interval that may want it, itself or what is made of it."""
         last: dict[int, int] = {}
         for interval, values in enumerate(self.used):
             last.update(dict.fromkeys(values, interval))
@@ -231,7 +241,11 @@ class _ManyCuts:
     def _state_after(self, g: int) -> None:
         wanted = {v for used in self.used[g:] for v in used}
         for op in self.ops:
-            runs = [(self.runs[op, h], 1.0) for h in range(g, self.last_run[op] + 1) if (op, h) in self.runs]
+            runs = [
+                (self.runs[op, h], 1.0)
+                for h in range(g, self.last_run[op] + 1)
+                if (op, h) in self.runs
+            ]
             if runs:
                 self.after[op, g] = self.model.variable(integer=False)
                 self.model.at_least([*runs, (self.after[op, g], -1.0)], 0)

@@ -1,7 +1,7 @@
 """Linear models with integer variables, and the only file that knows PuLP.
 
-PuLP 3 and 4 report a HiGHS time-out differently, and 3 calls it optimal; so the status, the dual bound
-and the values are read from HiGHS itself, in the one method that both versions call.
+PuLP 3 and 4 report a HiGHS time-out differently, and 3 calls it optimal; so the status, the dual
+bound and the values are read from HiGHS itself, in the one method that both versions call.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The two moves of the search, priced without running them: evict a value, retain a value.
 
-*Evict* cuts a gap of a value (``evaluate.py``): it is dropped after the touch before the gap and made
-again just before the touch after it. What making it reads is either still there, or is *held* there
-from its last touch on, or is made again too, and so on down: the *chain*.
+*Evict* cuts a gap of a value (``evaluate.py``): it is dropped after the touch before the gap and
+made again just before the touch after it. What making it reads is either still there, or is *held*
+there from its last touch on, or is made again too, and so on down: the *chain*.
 
-*Retain* takes a recomputation out: what it wrote is held from its touch before, what it read is freed
-earlier, and recomputations that only served it go as well.
+*Retain* takes a recomputation out: what it wrote is held from its touch before, what it read is
+freed earlier, and recomputations that only served it go as well.
 
 Prices are exact but for rare cases (a chain that writes a second output of an op while the first is
-read inside the chain; positions that vanish); the sequence itself is analysed again after every move.
+read inside the chain; positions that vanish); the sequence itself is analysed again after every
+move.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from remat.solvers.compiled import compiled
+from remat.solvers.compiled import inner
 from remat.solvers.evaluate import (
     AGAIN,
     BOUNDARY,
@@ -88,7 +89,7 @@ def new_scratch(arrays: Arrays, s: Sequence) -> Scratch:
     )
 
 
-@compiled
+@inner
 def build_chain(
     arrays: Arrays, s: Sequence, w: Scratch, gap_end: int, mode: int, budget: int, most: float
 ) -> float:
@@ -102,7 +103,7 @@ def build_chain(
     w.facts[STAMP] += 1
     w.facts[CHAIN] = 0
     w.facts[HELD] = 0
-    w.ranges.count[0] = 0
+    w.ranges.size[0] = 0
     add_range(w.ranges, since + 1, at - 1, -arrays.value[v, SIZE])
     stamp, seconds, depth = w.facts[STAMP], 0.0, 1
     w.stack[0] = arrays.value[v, PRODUCER]
@@ -126,7 +127,7 @@ def build_chain(
     return seconds
 
 
-@compiled
+@inner
 def _gather_reads(
     arrays: Arrays,
     s: Sequence,
@@ -168,7 +169,7 @@ def _gather_reads(
     return depth
 
 
-@compiled
+@inner
 def _fits(
     arrays: Arrays, s: Sequence, w: Scratch, gap_end: int, first: int, size: int, budget: int
 ) -> bool:
@@ -179,10 +180,10 @@ def _fits(
     inside = max(first, since + 1)
     if highest(s, inside, at - 1) - arrays.value[v, SIZE] > room:
         return False
-    return first >= inside or highest(s, first, inside - 1) <= room
+    return bool(first >= inside or highest(s, first, inside - 1) <= room)
 
 
-@compiled
+@inner
 def judge_evict(
     arrays: Arrays, s: Sequence, w: Scratch, gap_end: int, budget: int
 ) -> tuple[int, int]:
@@ -193,7 +194,7 @@ def judge_evict(
     return max(peak, top), change + over
 
 
-@compiled
+@inner
 def _judge_chain(
     arrays: Arrays, s: Sequence, w: Scratch, gap_end: int, budget: int
 ) -> tuple[int, int]:
@@ -221,7 +222,7 @@ def _judge_chain(
     return top, over
 
 
-@compiled
+@inner
 def _mark_last_uses(arrays: Arrays, s: Sequence, w: Scratch, gap_end: int) -> int:
     """Note where in the chain each value is used last; bytes of second outputs it replaces.
 
@@ -258,7 +259,7 @@ def _mark_last_uses(arrays: Arrays, s: Sequence, w: Scratch, gap_end: int) -> in
     return replaced
 
 
-@compiled
+@inner
 def evict(arrays: Arrays, s: Sequence, w: Scratch, gap_end: int) -> bool:
     """Insert the chain that was just built; False if the sequence would grow out of its room."""
     at, n, more = s.touch[gap_end, POSITION], s.facts[LENGTH], w.facts[CHAIN]
@@ -276,16 +277,16 @@ def evict(arrays: Arrays, s: Sequence, w: Scratch, gap_end: int) -> bool:
     return True
 
 
-@compiled
+@inner
 def build_retain(arrays: Arrays, s: Sequence, w: Scratch, position: int) -> float:
-    """Seconds saved by taking out the recomputation at ``position``; IMPOSSIBLE if it is a first run.
+    """Seconds saved by taking out the recomputation at ``position``; IMPOSSIBLE for a first run.
 
     Leaves what that changes in ``w.ranges``.
     """
     if s.place[position, AGAIN] == 0:
         return IMPOSSIBLE
     w.facts[STAMP] += 1
-    w.ranges.count[0] = 0
+    w.ranges.size[0] = 0
     w.place[position] = w.facts[STAMP]
     stamp, saved, depth = w.facts[STAMP], 0.0, 1
     w.stack[0] = position
@@ -316,7 +317,7 @@ def build_retain(arrays: Arrays, s: Sequence, w: Scratch, position: int) -> floa
     return saved
 
 
-@compiled
+@inner
 def _only_serves(s: Sequence, w: Scratch, position: int) -> bool:
     """Whether the recomputation at ``position`` is read only by recomputations being taken out."""
     if s.place[position, AGAIN] == 0 or position < s.facts[BOUNDARY]:
@@ -332,7 +333,7 @@ def _only_serves(s: Sequence, w: Scratch, position: int) -> bool:
     return True
 
 
-@compiled
+@inner
 def retain(arrays: Arrays, s: Sequence, position: int) -> None:
     """Take out the recomputation at ``position``."""
     n = s.facts[LENGTH]

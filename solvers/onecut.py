@@ -13,16 +13,17 @@ Variables. s_v = 1: value v is resident at c.  x_i = 1: op i runs (again) after 
 U_c are the unavoidable bytes at c, with operands and workspace of its op. What is unavoidable at c,
 is read by its op, takes no bytes, or is only computed after c (c in forward) is there for free.
 
-Validity. From any schedule of the class that fits B take s_v and x_i as they are: the rows hold, and
-the schedule takes at least the required seconds plus the objective. A deferred op whose first demand
-is after c may run after c for the first time, so its x costs nothing; if it is demanded by c it has
-run before, so x is a second run. So the dual bound of the MILP, and the optimum of its LP
+Validity. From any schedule of the class that fits B take s_v and x_i as they are: the rows hold,
+and the schedule takes at least the required seconds plus the objective. A deferred op whose first
+demand is after c may run after c for the first time, so its x costs nothing; if it is demanded by c
+it has run before, so x is a second run. So the dual bound of the MILP, and the optimum of its LP
 relaxation, bound the seconds of every schedule of the class from below.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -68,7 +69,7 @@ def one_cut(
     """Solve the MILP of this file (its LP relaxation if ``relaxed``) at position ``cut``.
 
     Args:
-        time_limit: seconds.
+        time_limit: seconds, stating the model included.
         gap: relative gap, of the added time, at which HiGHS may stop; ``nodes``: after so many.
 
     Raises:
@@ -77,10 +78,12 @@ def one_cut(
     room = memory_budget - int(structure.unavoidable_bytes[cut])
     if room < 0:
         return CutAnswer("infeasible", math.inf)
+    began = time.monotonic()
     formulation = _OneCut(structure, cut, Model(relaxed))
     formulation.state_demands()
     formulation.limit_memory(room)
-    found = formulation.model.solve(time_limit=time_limit, gap=gap, nodes=nodes)
+    left = time_limit - (time.monotonic() - began)
+    found = formulation.model.solve(time_limit=left, gap=gap, nodes=nodes)
     required = structure.required_seconds
     if found.outcome == "infeasible":
         return CutAnswer("infeasible", math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,6 +22,7 @@ _SCAN_SHARE: Final = 0.1  # of the time, after which the scan ends
 _MILP_SHARE: Final = 0.35
 _CUT_COUNTS: Final = (4, 8, 16, 32)
 _LP_VARIABLES: Final = 60_000
+_PACE: Final = 5e-5  # seconds a variable, until it was measured
 _MILP_VARIABLES: Final = 2_000
 _NODES: Final = 200  # of a MILP when evaluations are counted instead of time
 
@@ -41,6 +43,7 @@ class Prover:
     enough: Callable[[], bool]
     failures: list[str] = field(default_factory=list)
     stopped: bool = False
+    pace: float = _PACE
 
     def run(self) -> None:
         """Climb until the deadline, the gap, or the end of the ladder. Never raises."""
@@ -104,17 +107,20 @@ class Prover:
         return -best[1]
 
     def _several(self, cuts: list[int]) -> None:
+        began = time.monotonic()
+        most = min(_LP_VARIABLES, int(0.5 * self.time_left / self.pace))
         relaxed = many_cuts(
             self.structure,
             self.budget,
             cuts,
             time_limit=self._limit(0.9),
             relaxed=True,
-            most_variables=_LP_VARIABLES,
+            most_variables=most,
         )
         if relaxed is None:
             return
         self._tell(relaxed.lower_bound, None)
+        self.pace = (time.monotonic() - began) / max(1, relaxed.variables)
         if self.done:
             return
         exact = many_cuts(
@@ -122,7 +128,7 @@ class Prover:
             self.budget,
             cuts,
             time_limit=self._limit(0.4),
-            most_variables=_MILP_VARIABLES,
+            most_variables=min(most, _MILP_VARIABLES),
         )
         if exact is not None:
             self._tell(exact.lower_bound, exact.plan)

@@ -24,6 +24,7 @@ class Request:
         seed, max_evaluations: the same seed and the same number of evaluations give the same plan;
             with ``max_evaluations`` the clock is ignored.
         every_n_layers: for the solver of that name.
+        starts: known plans to begin with, whatever they peak at.
         progress: called with (seconds of the best plan or None, lower bound) as they improve.
     """
 
@@ -35,6 +36,7 @@ class Request:
     max_evaluations: int | None = None
     every_n_layers: int = 1
     link: Link | None = None
+    starts: tuple[Schedule, ...] = ()
     progress: Callable[[float | None, float], None] | None = field(default=None, compare=False)
 
     @property

@@ -1,9 +1,10 @@
 """A retention map: what is held where. Any map is a valid plan, by lazy demand.
 
 Backward is cut into groups of consecutive ops. ``kept[group]`` are the values carried into a group:
-at its start, what is there and not in the set is dropped. Before an op runs, what it reads and what is
-missing is computed, depth first, which drops nothing. Nested checkpointing (Chen et al. 2016, several
-levels, Griewank and Walther's Revolve) is the map that carries v into every group from h(v) on.
+at its start, what is there and not in the set is dropped. Before an op runs, what it reads and what
+is missing is computed, depth first, which drops nothing. Nested checkpointing (Chen et al. 2016,
+several levels, Griewank and Walther's Revolve) is the map that carries v into every group from h(v)
+on.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class _Demand:
         self.there &= kept | self.always
 
     def make(self, values: Sequence[int]) -> None:
-        """Compute what is missing of ``values``, what that reads first. No recursion: chains are long."""
+        """Compute what is missing of ``values``, depth first; no recursion: chains are long."""
         stack = [(self.problem.producer[v], False) for v in reversed(values) if v not in self.there]
         while stack:
             index, ready = stack.pop()

@@ -1,15 +1,16 @@
 """The search: from known plans to a faster one within a budget, or to one with a smaller peak.
 
-Two workers anneal (``anneal.py``) side by side, without the interpreter lock, each from its own start
-and with its own random numbers. They meet after every chunk of evaluations, so that with a number of
-evaluations instead of a clock the outcome depends on the seed alone.
+Two workers anneal (``anneal.py``) side by side, without the interpreter lock, each from its own
+start and with its own random numbers. They meet after every chunk of evaluations, so that with a
+number of evaluations instead of a clock the outcome depends on the seed alone.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence as Rows
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +39,8 @@ _HEAT: Final = 0.002  # first temperature, as a share of the seconds of the plan
 _MEETING: Final = 0.15  # seconds between two meetings of the workers
 _REPAIR_STEPS: Final = 50  # evictions between two looks at the clock
 _WIDTH: Final = 120  # evictions priced at each step of a repair
+_DESCENT: Final = (1.0, 0.25, 0.08, 0.02, 0.005)  # shares of the way down tried in one step
+_SLOWEST: Final = 6.0  # a plan that takes so many times the required seconds is given up
 _ADOPT: Final = 1.0002  # a worker this much slower than the other goes on from the other's plan
 
 
@@ -102,17 +105,23 @@ class Worker:
     @staticmethod
     def new(arrays: Arrays, seed: int) -> Worker:
         sequence = new_sequence(arrays)
-        return Worker(arrays, sequence, new_scratch(arrays, sequence), new_memory(arrays, sequence, seed))
+        return Worker(
+            arrays, sequence, new_scratch(arrays, sequence), new_memory(arrays, sequence, seed)
+        )
 
     def found(self) -> Found:
         """What the sequence is now."""
         s = self.sequence
-        return Found(s.ops[: s.facts[LENGTH]].astype(np.int32), float(s.seconds[0]), int(s.facts[PEAK]))
+        return Found(
+            s.ops[: s.facts[LENGTH]].astype(np.int32), float(s.seconds[0]), int(s.facts[PEAK])
+        )
 
     def load(self, ops: Ints) -> bool:
         return bool(load(self.arrays, self.sequence, ops.astype(np.int64), len(ops)))
 
-    def repair(self, ops: Ints, budget: int, effort: Effort, most: float = math.inf) -> Found | None:
+    def repair(
+        self, ops: Ints, budget: int, effort: Effort, most: float = math.inf
+    ) -> Found | None:
         """Evict until ``budget`` is kept, then take out what is not needed; None if that fails."""
         if not self.load(ops):
             return None
@@ -205,19 +214,22 @@ class Searcher:
     ) -> Found | None:
         """The plan with the smallest peak that repair reaches from ``starts``, ``target`` at least.
 
-        Steps down a quarter of the way at a time, then smaller steps where that fails.
+        Tries the whole way first, then a quarter of it at a time, then smaller steps.
         """
         pool = sorted(starts, key=lambda plan: (plan.peak, plan.seconds))[:tries]
         if not pool:
             return None
         best, worker = pool[0], self.workers[0]
-        for share in (1.0, 0.25, 0.08, 0.02, 0.005):
+        most = _SLOWEST * self.structure.required_seconds
+        for share in _DESCENT:
             stepping = True
             while stepping and best.peak > target and not effort.over:
                 budget = max(target, best.peak - max(1, math.ceil((best.peak - target) * share)))
                 stepping = False
                 for start in (best, *pool):
-                    reached = worker.repair(start.ops, budget, effort)
+                    part = effort.part(0.2)
+                    reached = worker.repair(start.ops, budget, part, most)
+                    effort.charge(part)
                     if reached is not None:
                         best, stepping = reached, share < 1.0
                         break
@@ -253,7 +265,7 @@ class Searcher:
                     slowest.stand_at(plan)
                 for worker in self.workers:
                     late = effort.used > 0.4 and worker.seconds > best.seconds * _ADOPT
-                    if late or effort.used > 0.8 and worker.seconds > best.seconds:
+                    if late or (effort.used > 0.8 and worker.seconds > best.seconds):
                         worker.stand_at(best)
         return best
 

@@ -1,16 +1,18 @@
 """Nested checkpointing as starting points: forward in segments of equal bytes, one to three levels.
 
 Chen et al. (2016) keep the values at segment borders and compute each segment again before its
-backward; nested segments do the same inside a segment (Griewank and Walther's Revolve is the limit).
-As a retention rule: value v, once made, is carried on from the moment ``held_from[v]`` backward ops
-are done. Borders of the coarse level are held from the start (0); borders of a finer level from the
-backward of the coarse segment they lie in, everything else from the backward of its finest segment.
+backward; nested segments do the same inside a segment (Griewank and Walther's Revolve is the
+limit). As a retention rule: value v, once made, is carried on from the moment ``held_from[v]``
+backward ops are done. Borders of the coarse level are held from the start (0); borders of a finer
+level from the backward of the coarse segment they lie in, everything else from the backward of its
+finest segment.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence as Rows
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -18,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from remat.solvers.compiled import compiled
+from remat.solvers.compiled import compiled, inner
 from remat.solvers.evaluate import (
     BACKWARD,
     END,
@@ -54,12 +56,12 @@ class Segments:
     def _rules(self) -> Iterator[Ints]:
         borders = self.segmentations
         yield from (self._held_from([one]) for one in borders)
-        for outer, inner in itertools.product(borders, borders):
-            if len(inner) >= 2 * len(outer):
-                yield self._held_from([outer, inner])
-        for outer, middle, inner in itertools.product(borders[:_COARSE], borders, borders):
-            if len(middle) >= 3 * len(outer) and len(inner) >= 3 * len(middle):
-                yield self._held_from([outer, middle, inner])
+        for outer, fine in itertools.product(borders, borders):
+            if len(fine) >= 2 * len(outer):
+                yield self._held_from([outer, fine])
+        for outer, middle, fine in itertools.product(borders[:_COARSE], borders, borders):
+            if len(middle) >= 3 * len(outer) and len(fine) >= 3 * len(middle):
+                yield self._held_from([outer, middle, fine])
 
     @cached_property
     def segmentations(self) -> list[tuple[int, ...]]:
@@ -185,7 +187,13 @@ class _Level:
 
 @compiled
 def replay_rule(
-    arrays: Arrays, skeleton: Ints, outputs: Ints, held_from: Ints, made: Ints, stack: Ints, ops: Ints
+    arrays: Arrays,
+    skeleton: Ints,
+    outputs: Ints,
+    held_from: Ints,
+    made: Ints,
+    stack: Ints,
+    ops: Ints,
 ) -> int:
     """Write into ``ops`` what runs under a retention rule, by lazy demand; how many, -1: too many.
 
@@ -195,7 +203,8 @@ def replay_rule(
     """
     n, position = 0, 0
     made[:] = -2
-    made[arrays.tangents] = _ALWAYS
+    for v in arrays.tangents:
+        made[v] = _ALWAYS
     for i in range(len(skeleton) + 1):
         last = i == len(skeleton)
         op = -1 if last else skeleton[i]
@@ -222,7 +231,7 @@ def replay_rule(
     return n
 
 
-@compiled
+@inner
 def _there(arrays: Arrays, held_from: Ints, made: Ints, v: int, position: int) -> bool:
     if made[v] < -1:
         return False
@@ -233,7 +242,7 @@ def _there(arrays: Arrays, held_from: Ints, made: Ints, v: int, position: int) -
     return bool(made[v] == position or held_from[v] <= made[v] + 1)
 
 
-@compiled
+@inner
 def _make(
     arrays: Arrays,
     held_from: Ints,

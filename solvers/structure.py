@@ -1,9 +1,9 @@
 """What follows from a problem before any decision: who is demanded when, what cannot but be alive.
 
 The class of schedules fixes the order of everything that runs once: forward ops, then backward ops.
-``order`` is that skeleton. A value is *unavoidable* at a position of it if it is alive there in every
-schedule of the class: a gradient between its op and its last read, a forward value while later
-forward ops read it, an output once it was computed, and what may not be computed again.
+``order`` is that skeleton. A value is *unavoidable* at a position of it if it is alive there in
+every schedule of the class: a gradient between its op and its last read, a forward value while
+later forward ops read it, an output once it was computed, and what may not be computed again.
 """
 
 from __future__ import annotations
