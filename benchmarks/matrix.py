@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,42 +17,23 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks import rows
 from benchmarks.cells import Baseline, Cell, monotone, refusal, run_baseline, run_cell
 from remat.solvers.units import MIB, format_seconds
 from tests.models.zoo import STEPS
 
 BUDGETS: Final = (0.75, 0.5, 0.25, 0.0)
-ROOT: Final = Path(__file__).parents[1]
-RESULTS: Final = ROOT / "benchmarks" / "results"
-_SOURCES: Final = ("solvers", "passes", "remat", "tests/models", "benchmarks/cells.py")
 
 
 def code_version() -> str:
-    """A hash of everything a cell depends on: the sources and torch."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for source in _SOURCES:
-        path = ROOT / source
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+    """A hash of everything a cell depends on."""
+    return rows.code_version(*rows.REMAT, "benchmarks/cells.py")
 
 
 def read_cells(path: Path, version: str) -> dict[tuple[str, float | None], Cell]:
     """The cells of ``path`` that this version of the code made."""
-    cells: dict[tuple[str, float | None], Cell] = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            if row.pop("version") == version:
-                cell = Cell(**row)
-                cells[cell.model, cell.budget] = cell
-    return cells
-
-
-def append(path: Path, version: str, cell: Cell) -> None:
-    """Add one JSON line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"version": version, **cell.to_json()}, sort_keys=True) + "\n")
+    cells = [Cell(**row) for row in rows.read(path, [version])]
+    return {(cell.model, cell.budget): cell for cell in cells}
 
 
 def run_model(
@@ -122,16 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve")
     parser.add_argument("--resume", action="store_true", help="skip what this code has done")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=rows.RESULTS)
     options = parser.parse_args(arguments)
-    version, rows = code_version(), options.results / "matrix.jsonl"
-    done = read_cells(rows, version) if options.resume else {}
+    version, path = code_version(), options.results / "matrix.jsonl"
+    done = read_cells(path, version) if options.resume else {}
     if not options.resume:
-        rows.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     for model in options.models:
         for cell in run_model(model, options.budgets, done, time_limit=options.time_limit):
             done[cell.model, cell.budget] = cell
-            append(rows, version, cell)
+            rows.append(path, version, cell.to_json())
             print(_line(cell), format_seconds(cell.wall), *cell.problems, flush=True)
     cells = [done[key] for key in _in_order(done)]
     text = table(cells)

@@ -1,6 +1,6 @@
 """Side by side in one run: torch's and transformers' ways to save activations, and remat.
 
-    python -m benchmarks.peers
+    python -m benchmarks.peers [--resume]
 
 A GPT-2 with 12 layers, hidden 256, 8 heads, sequence 256, batch 8, vocabulary 1000, no dropout, in
 fp32 on the CPU. *Peak* is what one step allocates above parameters and inputs (measured), *GFLOP*
@@ -11,6 +11,7 @@ beaten if remat peaks lower at no more FLOPs, or computes less at no higher peak
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Final
 
 import torch
 
+from benchmarks import rows
 from benchmarks.flops import GraphFlops, count
 from benchmarks.methods import Method, Run, methods, save_everything
 from remat.measurement import Measurement, measure
@@ -28,7 +30,6 @@ from remat.solvers.units import MIB
 from tests.models.steps import Outcome, TrainingStep, differences, resident, run_step
 from tests.models.zoo import LanguageModel
 
-RESULTS: Final = Path(__file__).parent / "results" / "peers.md"
 BUDGETS_MIB: Final = (284.0, 208.8, 120.8, 109.2, 102.7, 85.0, 78.0)
 
 
@@ -175,41 +176,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=12, help="12; fewer for a trial run")
     parser.add_argument("--no-inductor", action="store_true", help="leave inductor's rows out")
     parser.add_argument("--no-remat", action="store_true", help="only the peers")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    parser.add_argument("--resume", action="store_true", help="skip what this code has done")
+    parser.add_argument("--results", type=Path, default=rows.RESULTS)
     options = parser.parse_args(arguments)
-    step, counter = gpt2(options.layers), GraphFlops()
-    reference = run_step(save_everything(step.model, counter), step)
-    plain = gpt2(options.layers)
-    forward_flops = count(lambda: plain.model(*plain.args))
-    peers = []
-    for method in methods(inductor=not options.no_inductor):
-        peers.append(run_peer(method, options.layers, reference))
-        print(peers_table(peers[-1:], ())[-1], flush=True)
-        gc.collect()
-    ours, failures = _run_all_ours(peers, options, reference, forward_flops)
+    run = _SideBySide(options.layers, options.results / "peers.jsonl", options.resume)
+    peers = [run.peer(method) for method in methods(inductor=not options.no_inductor)]
+    ours, failures = ([], []) if options.no_remat else run.ours(peers)
     text = report(peers, ours, failures)
-    options.output.write_text(text, encoding="utf-8")
+    (options.results / "peers.md").write_text(text, encoding="utf-8")
     print(text)
     return int(not _all_good(peers, ours))
 
 
-def _run_all_ours(
-    peers: Sequence[Row], options: argparse.Namespace, reference: Outcome, forward_flops: int
-) -> tuple[list[Row], list[str]]:
-    ours: list[Row] = []
-    failures: list[str] = []
-    if options.no_remat:
-        return ours, failures
-    budgets = {int(mib * MIB) for mib in BUDGETS_MIB} | {peer.peak for peer in peers}
-    for budget in sorted(budgets, reverse=True):
-        row = run_ours(budget, options.layers, reference, forward_flops)
-        if isinstance(row, str):
-            failures.append(row)
-        else:
-            ours.append(row)
-        print(row if isinstance(row, str) else ours_table([row], ())[2], flush=True)
+class _SideBySide:
+    """Runs what has not been run yet, and writes down every row as it comes."""
+
+    def __init__(self, layers: int, path: Path, resume: bool) -> None:
+        self._layers, self._path = layers, path
+        of_peers = ("benchmarks/methods.py", "benchmarks/flops.py", "tests/models/steps.py")
+        self._versions = {
+            "peer": f"{rows.code_version(*of_peers)} {layers}",
+            "remat": f"{rows.code_version(*rows.REMAT, *of_peers)} {layers}",
+        }
+        if not resume:
+            path.unlink(missing_ok=True)
+        stored = [Row(**row) for row in rows.read(path, list(self._versions.values()))]
+        self._done = {(row.name, row.budget): row for row in stored}
+        step = gpt2(layers)
+        self._reference = run_step(save_everything(step.model, GraphFlops()), step)
+        self._forward_flops = count(lambda: gpt2(layers).model(*step.args))
+
+    def peer(self, method: Method) -> Row:
+        if (method.name, None) not in self._done:
+            row = run_peer(method, self._layers, self._reference)
+            self._write("peer", row)
+            print(peers_table([row], ())[-1], flush=True)
+        return self._done[method.name, None]
+
+    def ours(self, peers: Sequence[Row]) -> tuple[list[Row], list[str]]:
+        """remat at the fixed budgets and at every peer's peak; and what it said it cannot do."""
+        failures: list[str] = []
+        budgets = {int(mib * MIB) for mib in BUDGETS_MIB} | {peer.peak for peer in peers}
+        for budget in sorted(budgets, reverse=True):
+            if ("remat", budget) in self._done:
+                continue
+            row = run_ours(budget, self._layers, self._reference, self._forward_flops)
+            if isinstance(row, str):
+                failures.append(row)
+            else:
+                self._write("remat", row)
+            print(row if isinstance(row, str) else ours_table([row], ())[2], flush=True)
+        return [row for row in self._done.values() if row.budget in budgets], failures
+
+    def _write(self, kind: str, row: Row) -> None:
+        rows.append(self._path, self._versions[kind], dataclasses.asdict(row))
+        self._done[row.name, row.budget] = row
         gc.collect()
-    return ours, failures
 
 
 def _all_good(peers: Sequence[Row], ours: Sequence[Row]) -> bool:

@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks.cells import Baseline, Cell, monotone, refusal, run_baseline, run_cell
-from benchmarks.matrix import BUDGETS, append, code_version, read_cells, table
+from benchmarks.matrix import BUDGETS, code_version, read_cells, table
+from benchmarks.rows import append
 from tests.models.zoo import STEPS
 
 SMALL = ("bert", "shared_weights", "running_scale")
@@ -66,8 +67,8 @@ def test_monotone_names_the_budget_that_is_not() -> None:
 
 def test_only_cells_of_the_same_code_are_resumed(tmp_path: Path) -> None:
     rows = tmp_path / "matrix.jsonl"
-    append(rows, "old", CELL)
-    append(rows, "new", dataclasses.replace(CELL, budget=0.25))
+    append(rows, "old", CELL.to_json())
+    append(rows, "new", dataclasses.replace(CELL, budget=0.25).to_json())
     assert list(read_cells(rows, "new")) == [("gpt2", 0.25)]
     assert read_cells(rows, "new")["gpt2", 0.25] == dataclasses.replace(CELL, budget=0.25)
     assert json.loads(rows.read_text().splitlines()[0])["version"] == "old"

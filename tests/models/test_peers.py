@@ -89,5 +89,5 @@ def test_the_report_says_whom_remat_beats_and_which_budget_broke() -> None:
 
 def test_options_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ending:
-        peers.main(["--layers", "two", "-o", str(tmp_path / "peers.md")])
+        peers.main(["--layers", "two", "--results", str(tmp_path)])
     assert ending.value.code == 2
