@@ -1,0 +1,219 @@
+"""What ``solve`` and ``least_peak`` promise, whoever solves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import brute
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import chain, problems, renamed
+
+from remat.solvers.choose import least_peak, solve
+from remat.solvers.errors import InvalidOption
+from remat.solvers.frontier import frontier
+from remat.solvers.keep import keep_everything
+from remat.solvers.problem import Problem
+from remat.solvers.registry import SOLVERS, Proposal, Request
+from remat.solvers.schedule import Schedule
+from remat.solvers.simulate import simulate
+
+FEW = 1500
+SMALL = 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.floats(0, 1))
+def test_auto_finds_valid_plans_between_bound_and_budget(problem: Problem, share: float) -> None:
+    least, _ = brute.least_peak(problem)
+    keep = solve(problem, memory_budget=None)
+    budget = int(least + share * (keep.peak - least))
+    found = solve(problem, memory_budget=budget, max_evaluations=FEW)
+    optimum = brute.least_seconds(problem, budget)
+    assert optimum is not None
+    assert found.failures == ()
+    assert simulate(problem, found.schedule) == found.timeline
+    assert found.lower_bound <= optimum[0] + 1e-6
+    assert found.peak_lower_bound <= least
+    if found.fits:
+        assert found.peak <= budget
+        assert found.seconds >= optimum[0] - SMALL
+    if found.status == "optimal":
+        assert found.seconds <= optimum[0] + 1e-6
+
+
+def test_auto_is_optimal_on_nearly_all_small_problems() -> None:
+    """Measured on a fixed family: a search that got worse shows here."""
+    misses = 0
+    for length in range(2, 6):
+        for shift in range(4):
+            sizes = [(3 * i + shift) % 5 + 1 for i in range(length + 1)]
+            problem = chain(sizes, [float(i % 3 + 1) for i in range(length)], reads_output=True)
+            least, _ = brute.least_peak(problem)
+            optimum = brute.least_seconds(problem, least + 1)
+            found = solve(problem, memory_budget=least + 1, max_evaluations=FEW)
+            assert optimum is not None
+            misses += not found.fits or found.seconds > optimum[0] + SMALL
+    assert misses <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_least_peak_lies_between_the_proven_and_the_kept(problem: Problem) -> None:
+    found = least_peak(problem, max_evaluations=FEW)
+    assert found.failures == ()
+    assert found.peak_lower_bound <= brute.least_peak(problem)[0] <= found.peak
+    assert found.peak <= solve(problem, memory_budget=None).peak
+    assert found.memory_budget == found.peak
+    assert found.fits
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(max_forward=6, max_backward=5), st.floats(0, 1), st.integers(0, 3))
+def test_names_change_nothing_and_evaluations_decide(
+    problem: Problem, share: float, seed: int
+) -> None:
+    keep = solve(problem, memory_budget=None)
+    budget = int(keep.peak_lower_bound + share * (keep.peak - keep.peak_lower_bound))
+    first = solve(problem, memory_budget=budget, max_evaluations=600, seed=seed)
+    again = solve(problem, memory_budget=budget, max_evaluations=600, seed=seed)
+    other = solve(renamed(problem), memory_budget=budget, max_evaluations=600, seed=seed)
+    assert first.schedule == again.schedule == other.schedule
+    assert first.lower_bound == again.lower_bound == other.lower_bound
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(max_forward=6, max_backward=5))
+def test_more_memory_is_never_slower(problem: Problem) -> None:
+    curve = frontier(problem, points=5, max_evaluations=400)
+    fitting = [point for point in curve if point.fits]
+    assert fitting
+    for smaller, larger in pairwise(fitting):
+        assert larger.seconds <= smaller.seconds + SMALL
+        assert larger.lower_bound <= smaller.lower_bound + SMALL
+
+
+def test_a_frontier_has_two_ends() -> None:
+    with pytest.raises(InvalidOption, match="points is 1; a frontier has at least 2"):
+        frontier(chain([1, 1], [1.0]), points=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(max_forward=6, max_backward=5), st.integers(0, 40))
+def test_a_start_that_fits_is_never_beaten_by_the_answer(problem: Problem, extra: int) -> None:
+    start = least_peak(problem, max_evaluations=300)
+    budget = start.peak + extra
+    for solver in ("auto", "keep", "ilp"):
+        found = solve(
+            problem,
+            memory_budget=budget,
+            solver=solver,
+            starts=[start.schedule],
+            max_evaluations=1,
+        )
+        assert found.fits
+        assert found.seconds <= start.seconds
+
+
+def test_without_a_budget_everything_is_kept_and_that_is_optimal() -> None:
+    problem = chain([4] * 5, [1.0] * 4)
+    found = solve(problem, memory_budget=None)
+    assert found.status == "optimal"
+    assert found.schedule == keep_everything(problem)
+    assert found.lower_bound == found.seconds == problem.base_seconds
+
+
+def test_a_budget_under_the_floor_is_infeasible_and_brings_the_least_peak_plan() -> None:
+    problem = chain([4] * 8, [1.0] * 7)
+    least = least_peak(problem, max_evaluations=FEW)
+    found = solve(problem, memory_budget=least.peak_lower_bound - 1, max_evaluations=FEW)
+    assert found.status == "infeasible"
+    assert not found.fits
+    assert found.peak == least.peak < solve(problem, memory_budget=None).peak
+
+
+def test_a_solver_that_crashes_costs_nothing_but_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(request: Request) -> Proposal:
+        raise ZeroDivisionError("by nothing")
+
+    def lie(request: Request) -> Proposal:
+        return Proposal(Schedule(()))
+
+    problem = chain([4] * 5, [1.0] * 4)
+    monkeypatch.setitem(SOLVERS, "crash", crash)
+    monkeypatch.setitem(SOLVERS, "lie", lie)
+    crashed = solve(problem, memory_budget=10**6, solver="crash")
+    assert crashed.failures == ("crash: ZeroDivisionError: by nothing",)
+    assert crashed.fits
+    lied = solve(problem, memory_budget=10**6, solver="lie")
+    assert "never runs" in lied.failures[0]
+    assert lied.fits
+
+
+def test_a_broken_milp_is_noted_and_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from remat.solvers import prove
+    from remat.solvers.milp import MilpFailure
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise MilpFailure("HiGHS is not here")
+
+    monkeypatch.setattr(prove, "one_cut", fail)
+    problem = chain([4] * 8, [1.0] * 7)
+    budget = solve(problem, memory_budget=None).peak - 4
+    found = solve(problem, memory_budget=budget, max_evaluations=FEW)
+    assert found.failures == ("HiGHS is not here",)
+    assert found.fits
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp", "keep", "greedy", "sqrt", "chain", "mincut"])
+def test_every_solver_honours_the_judge(solver: str) -> None:
+    problem = chain([5, 3, 7, 2, 6, 4, 5, 3], [1.0, 2.0, 3.0, 1.0, 2.0, 1.0, 1.0])
+    keep = solve(problem, memory_budget=None)
+    found = solve(problem, memory_budget=keep.peak - 3, solver=solver, max_evaluations=FEW)
+    assert found.failures == ()
+    assert simulate(problem, found.schedule) == found.timeline
+    assert found.fits == (found.peak <= keep.peak - 3)
+
+
+def test_progress_hears_of_bounds_and_plans() -> None:
+    heard: list[tuple[float | None, float]] = []
+    problem = chain([4] * 8, [1.0] * 7)
+    budget = solve(problem, memory_budget=None).peak - 4
+    found = solve(
+        problem,
+        memory_budget=budget,
+        max_evaluations=FEW,
+        progress=lambda seconds, bound: heard.append((seconds, bound)),
+    )
+    assert heard[-1][0] == found.seconds
+    assert [bound for _, bound in heard] == sorted(bound for _, bound in heard)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"memory_budget": -1}, "memory_budget is -1"),
+        ({"memory_budget": 1.5}, "bytes as an int >= 0, or None"),
+        ({"memory_budget": True}, "memory_budget is True"),
+        ({"memory_budget": 1, "time_limit": -1.0}, "time_limit is -1.0"),
+        ({"memory_budget": 1, "time_limit": float("nan")}, "time_limit is nan"),
+        ({"memory_budget": 1, "gap": 1.0}, "gap is 1.0"),
+        ({"memory_budget": 1, "max_evaluations": -1}, "max_evaluations is -1"),
+        ({"memory_budget": 1, "solver": "atuo"}, "did you mean 'auto'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidOption, match=words):
+        solve(chain([1, 1], [1.0]), **wrong)  # type: ignore[arg-type]
+
+
+def test_fixed_bytes_are_part_of_the_budget() -> None:
+    problem = chain([4] * 8, [1.0] * 7)
+    heavier = replace(problem, fixed_bytes=1000)
+    budget = solve(problem, memory_budget=None).peak - 4
+    light = solve(problem, memory_budget=budget, max_evaluations=FEW)
+    heavy = solve(heavier, memory_budget=budget + 1000, max_evaluations=FEW)
+    assert heavy.schedule == light.schedule
+    assert heavy.peak == light.peak + 1000
