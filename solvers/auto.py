@@ -92,6 +92,7 @@ class Auto:
         starts: plans to begin with; those over the budget are repaired.
         best, plan: what the search found, as it sees it; the schedule to answer with.
         found: plans of the proving thread that the search has not seen yet.
+        sources: plans over the budget that a new start of the search may be mended from.
     """
 
     request: Request
@@ -102,6 +103,7 @@ class Auto:
     best: Found | None = None
     plan: Schedule | None = None
     found: list[Schedule] = field(default_factory=list)
+    sources: list[Found] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -189,6 +191,7 @@ class Auto:
                 fitting,
                 self.budget,
                 effort,
+                sources=self.sources,
                 arrivals=lambda: self._arrivals(searcher),
                 enough=self._enough,
             )
@@ -205,6 +208,7 @@ class Auto:
             :2
         ]
         over = sorted((p for p in every if p.peak > self.budget), key=lambda plan: plan.peak)
+        self.sources += [*over[:3], *over[-1:]]
         plans = self._arrivals(searcher)
         for plan in (*fitting, *over[:2], *over[-1:]):
             part = effort.part(0.15)
@@ -224,6 +228,7 @@ class Auto:
             plan = searcher.found(schedule)
             part = Effort(self.request.deadline, self.request.max_evaluations)
             if plan is not None:
+                self.sources.append(plan)
                 mended = searcher.workers[0].repair(plan.ops, self.budget, part)
                 if mended is not None:
                     plans.append(mended)

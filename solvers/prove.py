@@ -20,6 +20,7 @@ from remat.solvers.structure import Structure
 _SCANNED: Final = 3  # cuts whose LP relaxation is solved
 _SCAN_SHARE: Final = 0.1  # of the time, after which the scan ends
 _MILP_SHARE: Final = 0.35
+_OTHERS_SHARE: Final = 0.7  # of the time must be left for the MILP of a second cut
 _CUT_COUNTS: Final = (4, 8, 16, 32)
 _LP_VARIABLES: Final = 60_000
 _PACE: Final = 5e-5  # seconds a variable, until it was measured
@@ -44,6 +45,9 @@ class Prover:
     failures: list[str] = field(default_factory=list)
     stopped: bool = False
     pace: float = _PACE
+
+    def __post_init__(self) -> None:
+        self.allowed = self.time_left
 
     def run(self) -> None:
         """Climb until the deadline, the gap, or the end of the ladder. Never raises."""
@@ -74,7 +78,20 @@ class Prover:
         return math.inf if self.counted else self.time_left * share
 
     def _climb(self) -> None:
-        cut = self._best_cut()
+        cuts = self._ranked_cuts()
+        self._one(cuts[0])
+        if self.counted:
+            return
+        for cut in cuts[1:]:
+            if self.done or self.time_left < _OTHERS_SHARE * self.allowed:
+                break
+            self._one(cut)
+        for count in _CUT_COUNTS:
+            if self.done:
+                return
+            self._several(self._spread(count))
+
+    def _one(self, cut: int) -> None:
         answer = one_cut(
             self.structure,
             self.budget,
@@ -84,27 +101,20 @@ class Prover:
         )
         plan = None if answer.kept is None else schedule_of_cut(self.structure, cut, answer.kept)
         self._tell(answer.lower_bound, plan)
-        if self.counted:
-            return
-        for count in _CUT_COUNTS:
-            if self.done:
-                return
-            self._several(self._spread(count))
 
-    def _best_cut(self) -> int:
-        """The cut with the highest LP bound among the fullest moments."""
-        best, cuts = (-math.inf, 0), promising_cuts(self.structure, _SCANNED)
-        start = self.time_left
-        for cut in cuts:
+    def _ranked_cuts(self) -> list[int]:
+        """The fullest moments, that with the highest LP bound first."""
+        bounds: list[tuple[float, int]] = []
+        for cut in promising_cuts(self.structure, _SCANNED):
             answer = one_cut(
                 self.structure, self.budget, cut, time_limit=self._limit(_SCAN_SHARE), relaxed=True
             )
             self._tell(answer.lower_bound, None)
-            best = max(best, (answer.lower_bound, -cut))
-            slow = not self.counted and start - self.time_left > _SCAN_SHARE * start
+            bounds.append((-answer.lower_bound, cut))
+            slow = not self.counted and self.allowed - self.time_left > _SCAN_SHARE * self.allowed
             if self.done or slow:
                 break
-        return -best[1]
+        return [cut for _, cut in sorted(bounds)]
 
     def _several(self, cuts: list[int]) -> None:
         began = time.monotonic()

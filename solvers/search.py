@@ -41,7 +41,11 @@ _REPAIR_STEPS: Final = 50  # evictions between two looks at the clock
 _WIDTH: Final = 120  # evictions priced at each step of a repair
 _DESCENT: Final = (1.0, 0.25, 0.08, 0.02, 0.005)  # shares of the way down tried in one step
 _SLOWEST: Final = 6.0  # a plan that takes so many times the required seconds is given up
-_ADOPT: Final = 1.0002  # a worker this much slower than the other goes on from the other's plan
+_NOISE: Final = 1.0  # prices of evictions are up to twice what they are, at random
+_WORST_START: Final = 1.1  # times the best plan's seconds that a new start may take
+_PATIENCE: Final = 0.02  # share of the effort, and rounds, without a faster plan: then it is stuck
+_ROUNDS: Final = 1000
+_LAST: Final = 0.7  # share of the effort after which both workers polish the best plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +105,9 @@ class Worker:
     sequence: Sequence
     scratch: Scratch
     memory: Memory
+    improved: float = math.inf  # seconds of the last faster plan
+    since: float = 0.0  # when that was, as a share of the effort
+    rounds: int = 0  # of annealing since then
 
     @staticmethod
     def new(arrays: Arrays, seed: int) -> Worker:
@@ -120,9 +127,17 @@ class Worker:
         return bool(load(self.arrays, self.sequence, ops.astype(np.int64), len(ops)))
 
     def repair(
-        self, ops: Ints, budget: int, effort: Effort, most: float = math.inf
+        self,
+        ops: Ints,
+        budget: int,
+        effort: Effort,
+        most: float = math.inf,
+        noise: float = 0.0,
     ) -> Found | None:
-        """Evict until ``budget`` is kept, then take out what is not needed; None if that fails."""
+        """Evict until ``budget`` is kept, then take out what is not needed; None if that fails.
+
+        ``noise`` makes it greedy at random: another plan every time.
+        """
         if not self.load(ops):
             return None
         done = False
@@ -130,7 +145,7 @@ class Worker:
             before, length = int(self.scratch.facts[EVALUATIONS]), int(self.sequence.facts[LENGTH])
             done = bool(
                 repair(self.arrays, self.sequence, self.scratch, self.memory, budget,
-                       _REPAIR_STEPS, _WIDTH, most, 0.0)
+                       _REPAIR_STEPS, _WIDTH, most, noise)
             )  # fmt: skip
             priced = int(self.scratch.facts[EVALUATIONS]) - before
             effort.spent += priced
@@ -145,9 +160,10 @@ class Worker:
         effort.spent += int(self.scratch.facts[EVALUATIONS]) - before
         return self.found()
 
-    def stand_at(self, plan: Found) -> None:
-        """Make ``plan`` both the place to search from and the best known."""
+    def stand_at(self, plan: Found, used: float = 0.0) -> None:
+        """Search on from ``plan``, forgetting what was found; ``used`` effort so far."""
         self.load(plan.ops)
+        self.improved, self.since, self.rounds = plan.seconds, used, 0
         save(self.sequence, self.memory, NOW)
         save(self.sequence, self.memory, BEST)
         self.memory.counts[0] = 0
@@ -155,7 +171,7 @@ class Worker:
     def anneal(self, budget: int, evaluations: int, temperature: float) -> int:
         """One chunk; the evaluations it took."""
         before = int(self.scratch.facts[EVALUATIONS])
-        anneal(
+        self.rounds += anneal(
             self.arrays, self.sequence, self.scratch, self.memory, budget, evaluations, temperature
         )
         return int(self.scratch.facts[EVALUATIONS]) - before
@@ -163,6 +179,12 @@ class Worker:
     @property
     def seconds(self) -> float:
         return float(self.memory.seconds[BEST])
+
+    def is_stuck(self, used: float) -> bool:
+        """Whether it has not found a faster plan for a while, ``used`` being the effort so far."""
+        if self.seconds < self.improved:
+            self.improved, self.since, self.rounds = self.seconds, used, 0
+        return used - self.since > _PATIENCE and self.rounds > _ROUNDS
 
     def best(self) -> Found:
         length = int(self.memory.length[BEST])
@@ -176,6 +198,7 @@ class Searcher:
     def __init__(self, structure: Structure, seed: int = 0) -> None:
         self.structure, self.problem = structure, structure.problem
         self.arrays = arrays_of(self.problem)
+        self.restarts = 0
         self.workers = [Worker.new(self.arrays, WORKERS * seed + k) for k in range(WORKERS)]
 
     def found(self, schedule: Schedule) -> Found | None:
@@ -241,19 +264,21 @@ class Searcher:
         budget: int,
         effort: Effort,
         *,
+        sources: Rows[Found] = (),
         arrivals: Callable[[], Rows[Found]] = tuple,
         enough: Callable[[Found], bool] = lambda plan: False,
     ) -> Found:
         """The fastest plan found from ``starts``, which keep ``budget``.
 
         Args:
+            sources: plans over the budget; a worker that is stuck mends one of them at random.
             arrivals: asked at every meeting for plans that turned up meanwhile (they keep it too).
             enough: told of the best plan at every meeting; True ends the search.
         """
         ranked = self._audition(sorted(starts, key=lambda plan: plan.rank), budget, effort)
-        best = ranked[0]
+        best, fresh = ranked[0], list(ranked[WORKERS:])
         for worker, plan in zip(self.workers, (*ranked, best), strict=False):
-            worker.stand_at(plan)
+            worker.stand_at(plan, effort.used)
         chunk = 2000 if effort.max_evaluations is None else max(1, effort.max_evaluations // 80)
         with ThreadPoolExecutor(WORKERS) as pool:
             while not effort.over and not enough(best):
@@ -261,13 +286,30 @@ class Searcher:
                 best = min((best, *(w.best() for w in self.workers)), key=lambda plan: plan.rank)
                 for plan in arrivals():
                     best = min(best, plan, key=lambda plan: plan.rank)
-                    slowest = max(self.workers, key=lambda worker: worker.seconds)
-                    slowest.stand_at(plan)
+                    fresh.append(plan)
                 for worker in self.workers:
-                    late = effort.used > 0.4 and worker.seconds > best.seconds * _ADOPT
-                    if late or (effort.used > 0.8 and worker.seconds > best.seconds):
-                        worker.stand_at(best)
+                    if effort.used > _LAST and worker.seconds > best.seconds:
+                        worker.stand_at(best, effort.used)
+                    elif effort.used <= _LAST and worker.is_stuck(effort.used):
+                        plan = (
+                            fresh.pop()
+                            if fresh
+                            else self._anew(worker, best, sources, budget, effort)
+                        )
+                        worker.stand_at(plan, effort.used)
         return best
+
+    def _anew(
+        self, worker: Worker, best: Found, sources: Rows[Found], budget: int, effort: Effort
+    ) -> Found:
+        """Another start: the next of the sources, mended at random; the best plan if that fails."""
+        if not sources:
+            return best
+        self.restarts += 1
+        source, part = sources[self.restarts % len(sources)], effort.part(0.05)
+        plan = worker.repair(source.ops, budget, part, best.seconds * _WORST_START, _NOISE)
+        effort.charge(part)
+        return plan or best
 
     def _audition(self, ranked: list[Found], budget: int, effort: Effort) -> list[Found]:
         """Anneal each of the first few a little; the order it leaves them in."""
