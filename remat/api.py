@@ -19,7 +19,8 @@ class Compiled:
     """What :func:`compile` returns: called like the model, and otherwise the model itself.
 
     Attributes:
-        plans: one :class:`remat.Plan` for each captured graph; filled by the first call.
+        plans: one :class:`remat.Plan` for each captured graph, that of its latest call; what could
+            not be planned stands there with the reason. Empty before the first call.
     """
 
     def __init__(self, model: Callable[..., Any], options: Options) -> None:
@@ -30,7 +31,7 @@ class Compiled:
 
     @property
     def plans(self) -> tuple[Plan | Unplanned, ...]:
-        return tuple(self._session.plans)
+        return self._session.plans
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

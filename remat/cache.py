@@ -6,22 +6,28 @@ starts, so predicted time does not grow with the budget.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
 from remat.solvers.problem import Problem
-from remat.solvers.schedule import Schedule, Solution
+from remat.solvers.schedule import Schedule
 
 _PROBLEMS_KEPT: Final = 16
 
 
 @dataclass
 class KnownPlans:
-    """What is known about one problem, its fixed bytes aside (they shift every peak alike)."""
+    """What is known about one problem, whatever is resident: that shifts every peak alike.
 
-    least: Solution | None = None
+    Attributes:
+        least: the schedule with the least peak that was found.
+        schedules: every schedule that was found for some budget.
+    """
+
+    least: Schedule | None = None
     schedules: list[Schedule] = field(default_factory=list)
 
     def remember(self, schedule: Schedule) -> None:
@@ -36,8 +42,9 @@ _KNOWN: Final[OrderedDict[str, KnownPlans]] = OrderedDict()
 def known_plans(problem: Problem) -> KnownPlans:
     """The record of ``problem``, made if there is none; the least recently used one is dropped."""
     with _LOCK:
-        record = _KNOWN.setdefault(problem.key, KnownPlans())
-        _KNOWN.move_to_end(problem.key)
+        key = dataclasses.replace(problem, fixed_bytes=0).key
+        record = _KNOWN.setdefault(key, KnownPlans())
+        _KNOWN.move_to_end(key)
         while len(_KNOWN) > _PROBLEMS_KEPT:
             _KNOWN.popitem(last=False)
         return record

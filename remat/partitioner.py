@@ -149,11 +149,11 @@ def _choose(
     total, free = machine_memory(str(device)) if options.budget.needs_device else (None, None)
     budget = options.budget.resolve(
         baseline_peak=timeline.peak,
-        least_peak=lambda: _least(problem, known, options).peak,
+        least_peak=lambda: _least_peak(problem, known, options),
         device_total=total,
         device_free=None if free is None else free + problem.fixed_bytes,
     )
-    least = known.least.peak if known.least is not None else None
+    least = None if known.least is None else simulate(problem, known.least).peak
     # A solver that was asked for by name is asked even where the baseline would do.
     if budget is None and options.solver == "auto":
         return _Choice(_untouched(problem, baseline, timeline, None), None, least)
@@ -166,11 +166,11 @@ def _choose(
     return _Choice(solution, budget, least)
 
 
-def _least(problem: Problem, known: KnownPlans, options: Options) -> Solution:
+def _least_peak(problem: Problem, known: KnownPlans, options: Options) -> int:
     if known.least is None:
-        known.least = least_peak(problem, time_limit=options.time_limit)
-        known.remember(known.least.schedule)
-    return known.least
+        known.least = least_peak(problem, time_limit=options.time_limit).schedule
+        known.remember(known.least)
+    return simulate(problem, known.least).peak
 
 
 def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | None) -> Solution:
@@ -184,8 +184,9 @@ def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | 
         every_n_layers=options.every_n_layers or 1,
         starts=starts,
     )
-    if solution.fits:
-        known.remember(solution.schedule)
+    known.remember(solution.schedule)
+    if known.least is not None and solution.peak < simulate(problem, known.least).peak:
+        known.least = solution.schedule
     return solution
 
 

@@ -34,29 +34,36 @@ class Session:
 
     Attributes:
         options: as given.
-        plans: one for each captured graph that trains, in the order they were made; what could not
-            be planned stands there too, with the reason.
+        owner: the model, if it is known: all its parameters are resident, used or not.
     """
 
     def __init__(self, options: Options, owner: object = None) -> None:
         self.options = options
-        self.plans: list[Plan | Unplanned] = []
         self.owner = owner
+        self._graphs: list[GraphRunner] = []
+
+    @property
+    def plans(self) -> tuple[Plan | Unplanned, ...]:
+        """One for each captured graph, in the order they came: the plan that ran last, or why there
+        is none.
+        """
+        return tuple(runner.plan for runner in self._graphs)
 
     def backend(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What ``torch.compile`` calls for every graph it captures."""
         if _trains(example_inputs):
             refuse_break(graph)
-        return GraphRunner(self, graph, example_inputs)
+        runner = GraphRunner(self, graph, example_inputs)
+        self._graphs.append(runner)
+        return runner
 
-    def report(self, unplanned: Unplanned) -> None:
-        """Record a graph that got no plan and say so, as ``on_unplanned`` wants it."""
-        self.plans.append(unplanned)
+    def say(self, unplanned: Unplanned) -> None:
+        """Report a call without a plan, as ``on_unplanned`` wants it."""
         if self.options.memory_budget is None or self.options.on_unplanned == "ignore":
             return
         if self.options.on_unplanned == "raise":
             raise CaptureError(str(unplanned))
-        warnings.warn(str(unplanned), UnplannedWarning, stacklevel=2)
+        warnings.warn(str(unplanned), UnplannedWarning, stacklevel=3)
 
     def resident(self, inputs: Sequence[Any], device: torch.device) -> int:
         """Bytes at entry: parameters, buffers, inputs, gradients, optimizer state if declared."""
@@ -69,10 +76,10 @@ class _Variant:
 
     run: Callable[..., Any]
     moving_bytes: int
-    plan: Plan | None
+    plan: Plan | Unplanned
 
     def keeps_budget(self, moving_bytes: int) -> bool:
-        if self.plan is None or self.plan.memory_budget is None:
+        if isinstance(self.plan, Unplanned) or self.plan.memory_budget is None:
             return True
         return self.plan.peak + moving_bytes - self.moving_bytes <= self.plan.memory_budget
 
@@ -84,15 +91,27 @@ class GraphRunner:
         self._session = session
         self._graph = graph
         self._variants = [self._compile(inputs)]
+        self._active = self._variants[0]
+        self._said = False
+
+    @property
+    def plan(self) -> Plan | Unplanned:
+        """The plan of the latest call."""
+        return self._active.plan
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._variant(inputs).run(*inputs)
+        self._active = self._variant(inputs)
+        # Said here, not while torch compiles: there a warning that is an error breaks compilation.
+        if isinstance(self._active.plan, Unplanned) and not self._said:
+            self._said = True
+            self._session.say(self._active.plan)
+        return self._active.run(*inputs)
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:
         first = self._variants[0]
         # A fraction is a place between two peaks that both grow with what is resident.
         fixed = self._session.options.budget.kind in ("none", "fraction")
-        if first.plan is None or fixed or not torch.is_grad_enabled():
+        if isinstance(first.plan, Unplanned) or fixed or not torch.is_grad_enabled():
             return first
         moving = self._moving_bytes(inputs)
         for variant in self._variants:
@@ -116,7 +135,7 @@ class GraphRunner:
         return total
 
     def _compile(self, inputs: Sequence[Any]) -> _Variant:
-        made: list[Plan] = []
+        made: list[Plan | Unplanned] = []
 
         def split(
             joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
@@ -131,15 +150,14 @@ class GraphRunner:
                 self._graph,
                 inputs,
                 partition=split,
-                on_inference=lambda graph: self._session.report(_inference(graph)),
+                on_inference=lambda graph: made.append(_inference()),
             )
-        self._session.plans.extend(made)
-        if len(made) > 1:
+        if len(made) != 1:
             raise RematError(
                 f"one graph was partitioned {len(made)} times; nested graphs (invoke_subgraph) "
                 "are not in this version"
             )
-        return _Variant(run, self._moving_bytes(inputs), made[0] if made else None)
+        return _Variant(run, self._moving_bytes(inputs), made[0])
 
 
 def refuse_break(graph: fx.GraphModule) -> None:
@@ -163,7 +181,7 @@ def _trains(inputs: Sequence[Any]) -> bool:
     )
 
 
-def _inference(graph: fx.GraphModule) -> Unplanned:
+def _inference() -> Unplanned:
     why = "gradients are off" if not torch.is_grad_enabled() else "nothing in it needs a gradient"
     return Unplanned(f"an inference-only call, {why}: it runs as it is")
 

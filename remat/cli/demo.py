@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     from remat.solvers.errors import RematError
 
     preset, text = PRESETS[arguments.model], python_sources()
-    print_report(f"{preset}; text: {format_bytes(len(text))} of Python's standard library\n")
+    print_report(f"model  {preset}")
+    print_report(f"text   {format_bytes(len(text))} of Python's standard library\n")
     compiled: list[Any] = []
 
     def compiler(budget: object) -> Callable[..., Any]:

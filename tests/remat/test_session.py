@@ -1,0 +1,147 @@
+"""What a compiled callable remembers: plans, gradients being accumulated, calls without a plan."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.measurement import measure
+from remat.plans import Plan, Unplanned
+from remat.session import UnplannedWarning
+from remat.solvers.errors import BudgetTooSmall, CaptureError
+
+MIB = 2**20
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(512, 128)
+
+
+def test_the_budget_holds_while_gradients_are_accumulated(net: Net, x: torch.Tensor) -> None:
+    first = remat.plan(net, (x,))
+    budget = first.baseline_peak + 1024  # meets the first step, not one that adds to gradients
+    step = remat.compile(net, memory_budget=budget, time_limit=2)
+    reference = Net()
+    reference.load_state_dict(net.state_dict())
+    for model, run in ((net, step), (reference, reference)):
+        for _ in range(3):
+            run(x).backward()
+        assert model is net or all(
+            torch.equal(a.grad, b.grad)
+            for a, b in zip(net.parameters(), reference.parameters(), strict=True)
+        )
+    measured = measure(lambda: step(x).backward(), resident=(net, x), warmup=2)
+    (plan,) = step.plans
+    assert plan.peak <= budget
+    assert measured.peak == plan.peak
+    net.zero_grad()
+    step(x).backward()
+    assert step.plans[0].solution.solver == "baseline"
+
+
+def test_optimizer_state_that_comes_into_being_is_counted(net: Net, x: torch.Tensor) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    budget = remat.plan(net, (x,)).baseline_peak + 1024
+    step = remat.compile(net, memory_budget=budget, optimizer=optimizer, time_limit=2)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        step(x).backward()
+        optimizer.step()
+
+    train()
+    before = step.plans[0].problem.fixed_bytes
+    train()
+    state = sum(t.untyped_storage().nbytes() for s in optimizer.state.values() for t in s.values())
+    assert step.plans[0].problem.fixed_bytes == before + state
+    assert step.plans[0].peak <= budget
+
+
+def test_an_inference_call_runs_and_says_that_it_was_not_planned(net: Net, x: torch.Tensor) -> None:
+    step = remat.compile(net, memory_budget=0.5, time_limit=2)
+    with torch.no_grad(), pytest.warns(UnplannedWarning, match="gradients are off"):
+        result = step(x)
+    assert torch.equal(result, net(x))
+    (unplanned,) = step.plans
+    assert isinstance(unplanned, Unplanned)
+    step(x).backward()
+    assert isinstance(step.plans[-1], Plan)
+
+
+def test_on_unplanned_raises_or_is_silent(net: Net, x: torch.Tensor) -> None:
+    with torch.no_grad(), pytest.raises(CaptureError, match="inference-only"):
+        remat.compile(net, memory_budget=0.5, on_unplanned="raise")(x)
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        remat.compile(net, memory_budget=0.5, on_unplanned="ignore")(x)
+        remat.compile(net)(x)
+
+
+def test_a_graph_break_is_refused_with_its_line(x: torch.Tensor) -> None:
+    class Broken(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.layers[0](x))
+            print("in the middle")
+            return y.sum()
+
+    for attempt in (
+        lambda: remat.compile(Broken(), memory_budget=0.5)(x),
+        lambda: remat.plan(Broken(), (x,), memory_budget=0.5),
+    ):
+        with pytest.raises(CaptureError, match=r'test_session.py:\d+ `print\("in the middle"\)`'):
+            attempt()
+
+
+def test_another_shape_gets_another_plan(net: Net, x: torch.Tensor) -> None:
+    step = remat.compile(net, memory_budget=0.5, time_limit=1)
+    step(x).backward()
+    step(x[:100]).backward()
+    first, second = step.plans
+    assert second.peak < first.peak
+    assert first.graph_hash != second.graph_hash
+
+
+def test_a_budget_that_cannot_hold_says_what_could(net: Net, x: torch.Tensor) -> None:
+    with pytest.raises(BudgetTooSmall) as caught:
+        remat.compile(net, memory_budget="600KiB", time_limit=2)(x)
+    error = caught.value
+    assert error.memory_budget == 600 * 1024
+    assert error.least_peak >= error.peak_lower_bound > error.memory_budget
+    text = str(error)
+    assert "The least peak a plan was found for is" in text
+    assert "layers." in text
+    assert "batch" in text or "Resident bytes alone" in text
+
+
+def test_exactly_the_least_peak_is_enough(net: Net, x: torch.Tensor) -> None:
+    least = remat.plan(net, (x,), memory_budget=0.0, time_limit=2).least_peak
+    plan = remat.plan(net, (x,), memory_budget=least, time_limit=2)
+    assert plan.peak <= least
