@@ -54,7 +54,8 @@ def solve(
             number give the same plan.
         every_n_layers: for the solver of that name.
         starts: known plans, say of other budgets; the answer is never slower than one that fits.
-        progress: called with (seconds of the best plan or None, lower bound) as they improve.
+        progress: called with (seconds of the best plan or None, lower bound) as they improve; not
+            always from the calling thread.
 
     Returns:
         A solution whatever happens on the way: a solver that crashed is noted in ``failures``. A
