@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='"64MiB", "auto", or a fraction like 0.0 for the least peak there is; by default what '
         "is resident and half of what the plain step adds to it",
     )
-    parser.add_argument("--steps", type=int, default=40, help="training steps (default 40)")
+    parser.add_argument("--steps", type=int, default=24, help="training steps (default 24)")
 
 
 def run(arguments: argparse.Namespace) -> int:
