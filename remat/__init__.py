@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Final
 
-__version__ = "0.1.0"
+from remat.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from remat.api import compile as compile
     from remat.api import plan as plan
+    from remat.frontiers import frontier as frontier
     from remat.measurement import measure as measure
     from remat.options import Options as Options
     from remat.plans import Plan as Plan
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOME: Final = {
     "compile": "remat.api",
     "plan": "remat.api",
+    "frontier": "remat.frontiers",
     "measure": "remat.measurement",
     "Options": "remat.options",
     "Plan": "remat.plans",
@@ -45,6 +47,7 @@ __all__ = [
     "RematError",
     "__version__",
     "compile",
+    "frontier",
     "measure",
     "plan",
 ]

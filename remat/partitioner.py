@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import remat
 from remat.budget import machine_memory
 from remat.cache import KnownPlans, known_plans
 from remat.cost.device import DeviceSpec, find_device
@@ -37,6 +36,7 @@ from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule, Solution, Timeline
 from remat.solvers.simulate import simulate
 from remat.solvers.units import format_bytes
+from remat.version import __version__
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def partition(
     baseline = baseline_schedule(lowered, *own)
     chosen = _choose(lowered, baseline, options, graph_hash, device)
     plan = Plan(
-        remat_version=remat.__version__,
+        remat_version=__version__,
         torch_version=torch.__version__,
         device=spec.name,
         executor=options.executor,
@@ -215,7 +215,7 @@ def _replay(problem: Problem, plan: Plan, graph_hash: str) -> _Choice:
     if ours != theirs:
         raise PlanMismatch(
             "the plan's steps do not fit this graph: it was written by another version of remat "
-            f"({plan.remat_version}, this is {remat.__version__}); plan again with remat.plan"
+            f"({plan.remat_version}, this is {__version__}); plan again with remat.plan"
         )
     timeline = simulate(problem, plan.solution.schedule)
     if plan.memory_budget is not None and timeline.peak > plan.memory_budget:

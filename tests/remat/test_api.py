@@ -133,6 +133,7 @@ def test_a_stored_plan_runs_again_and_only_on_its_graph(x: torch.Tensor, tmp_pat
     first = remat.compile(step, memory_budget=0.2, time_limit=1)
     first(x).backward()
     first.plans[0].save(tmp_path / "plan.json")
+    net.zero_grad()  # gradients that are there are resident, and the stored budget counts them
     run = remat.compile(step, plan=tmp_path / "plan.json")
     run(x).backward()
     assert run.plans[0].solution.schedule == first.plans[0].solution.schedule
