@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from remat.solvers.choose import least_peak, solve
+from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Solution
 from remat.solvers.units import MIB
@@ -116,7 +117,11 @@ def yardsticks(graph: Graph, seconds: float) -> Iterator[str]:
         budget = (
             None if name in ("mincut", "every_n_layers") else (keep.peak + graph.least.peak) // 2
         )
-        found = solve(graph.problem, memory_budget=budget, solver=name, time_limit=seconds)
+        try:
+            found = solve(graph.problem, memory_budget=budget, solver=name, time_limit=seconds)
+        except InvalidOption as error:
+            yield f"| {name} | {error} | – | – | – |"
+            continue
         ours = solve(graph.problem, memory_budget=found.peak, time_limit=seconds)
         yield (
             f"| {name} | {found.peak / MIB:.0f} MiB ({found.peak / keep.peak:.3f}) "

@@ -251,6 +251,27 @@ def fill(arrays: Arrays, s: Sequence, w: Scratch, memory: Memory, budget: int, w
         retain(arrays, s, chosen)
 
 
+@compiled
+def sweep(arrays: Arrays, s: Sequence, w: Scratch, budget: int) -> None:
+    """Take out every recomputation that fits, slow ones first, later ones first; one look each.
+
+    ``fill`` prices all of them anew for every one it takes out: too slow on long sequences.
+    """
+    slow = 0.0
+    for op in range(len(arrays.seconds)):
+        slow += arrays.seconds[op] / len(arrays.seconds)
+    for least in (slow, 0.0):
+        p = s.facts[LENGTH] - 1
+        while p >= s.facts[BOUNDARY]:
+            if s.place[p, AGAIN] and arrays.seconds[s.ops[p]] >= least:
+                w.facts[EVALUATIONS] += 1
+                if build_retain(arrays, s, w, p) >= 0.0:
+                    peak, _ = judge_ranges(s, w.ranges, budget)
+                    if peak <= budget:
+                        retain(arrays, s, p)
+            p = min(p, s.facts[LENGTH]) - 1
+
+
 @inner
 def _recomputations(s: Sequence, memory: Memory) -> int:
     found = 0

@@ -111,7 +111,7 @@ class Auto:
         """Prove and search until the deadline, the gap, or a proof of optimality."""
         request = self.request
         self.bound = self.structure.required_seconds
-        prover = Prover(request, self.structure, self.budget, self._proved, self._enough)
+        prover = Prover(request, self.structure, self.budget, self._proved, self._gap)
         if request.max_evaluations is not None:
             prover.run()
             self._work()
@@ -160,10 +160,14 @@ class Auto:
         """Whether the best plan is within the gap."""
         if plan is not None:
             self._note(plan)
-        if self.best is None:
-            return False
-        allowed = max(self.request.gap, _PROVEN) * self.best.seconds
-        return self.best.seconds - self.bound <= allowed
+        return self._gap() <= max(self.request.gap, _PROVEN)
+
+    def _gap(self) -> float:
+        """How far, relatively, the best plan is from the bound; infinite without a plan."""
+        best = self.best
+        if best is None:
+            return math.inf
+        return (best.seconds - self.bound) / best.seconds if best.seconds > 0 else 0.0
 
     def _note(self, plan: Found) -> None:
         if plan.peak <= self.budget and (self.best is None or plan.rank < self.best.rank):

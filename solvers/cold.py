@@ -73,9 +73,10 @@ def exercise_kernels() -> None:
     searcher = Searcher(structure)
     keep = searcher.found(Schedule.from_computes(problem, (0, 1, 2, 3, 4)))
     assert keep is not None, "five ops fit into any room"
-    effort = Effort(_NO_CLOCK, 100)
+    effort = Effort(_NO_CLOCK, 1000)
     least = searcher.lower([*searcher.seeds, keep], 0, effort)
     assert least is not None, "there are plans to lower"
+    searcher.workers[0].repair(keep.ops, keep.peak, effort.part(1.0))
     searcher.improve([least], least.peak, Effort(_NO_CLOCK, 50))
 
 

@@ -20,6 +20,8 @@ from remat.solvers.structure import Structure
 _SCANNED: Final = 3  # cuts whose LP relaxation is solved
 _SCAN_SHARE: Final = 0.1  # of the time, after which the scan ends
 _MILP_SHARE: Final = 0.35
+_PROVEN: Final = 1e-9
+_SMALL_GAP: Final = 1e-4  # several cuts are not worth their time where less than this is open
 _OTHERS_SHARE: Final = 0.7  # of the time must be left for the MILP of a second cut
 _CUT_COUNTS: Final = (4, 8, 16, 32)
 _LP_VARIABLES: Final = 60_000
@@ -34,14 +36,14 @@ class Prover:
 
     Attributes:
         report: told of every bound (seconds) and of every plan.
-        enough: True once the best plan is within the gap: proving more is of no use.
+        gap: how far, relatively, the best plan so far is from the best bound.
     """
 
     request: Request
     structure: Structure
     budget: int
     report: Callable[[float, Schedule | None], None]
-    enough: Callable[[], bool]
+    gap: Callable[[], float]
     failures: list[str] = field(default_factory=list)
     stopped: bool = False
     pace: float = _PACE
@@ -68,7 +70,9 @@ class Prover:
 
     @property
     def done(self) -> bool:
-        return self.stopped or self.enough() or (not self.counted and self.time_left < 0.2)
+        if self.stopped or self.gap() <= max(self.request.gap, _PROVEN):
+            return True
+        return not self.counted and self.time_left < 0.2
 
     @property
     def time_left(self) -> float:
@@ -87,7 +91,7 @@ class Prover:
                 break
             self._one(cut)
         for count in _CUT_COUNTS:
-            if self.done:
+            if self.done or self.gap() <= _SMALL_GAP:
                 return
             self._several(self._spread(count))
 
@@ -106,10 +110,13 @@ class Prover:
         """The fullest moments, that with the highest LP bound first."""
         bounds: list[tuple[float, int]] = []
         for cut in promising_cuts(self.structure, _SCANNED):
+            began = time.monotonic()
             answer = one_cut(
                 self.structure, self.budget, cut, time_limit=self._limit(_SCAN_SHARE), relaxed=True
             )
             self._tell(answer.lower_bound, None)
+            size = len(self.structure.problem.values) + len(self.structure.problem.ops)
+            self.pace = max(_PACE, 3 * (time.monotonic() - began) / max(1, size))
             bounds.append((-answer.lower_bound, cut))
             slow = not self.counted and self.allowed - self.time_left > _SCAN_SHARE * self.allowed
             if self.done or slow:

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from remat.solvers.anneal import BEST, NOW, Memory, anneal, fill, new_memory, repair, save
+from remat.solvers.anneal import BEST, NOW, Memory, anneal, fill, new_memory, repair, save, sweep
 from remat.solvers.evaluate import (
     LENGTH,
     PEAK,
@@ -156,7 +156,8 @@ class Worker:
         if not done:
             return None
         before = int(self.scratch.facts[EVALUATIONS])
-        fill(self.arrays, self.sequence, self.scratch, self.memory, budget, 1 << 30)
+        sweep(self.arrays, self.sequence, self.scratch, budget)
+        fill(self.arrays, self.sequence, self.scratch, self.memory, budget, _WIDTH)
         effort.spent += int(self.scratch.facts[EVALUATIONS]) - before
         return self.found()
 
