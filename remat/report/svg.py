@@ -59,7 +59,9 @@ def frontier_svg(rows: Sequence[Row], baseline_peak: int) -> str:
         f'<rect class="baseline" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10">'
         f"<title>{tip}</title></rect>"
     )
-    parts.append(f'<text x="{x - 8:.1f}" y="{y - 12:.1f}" text-anchor="end">{tip}</text></svg>')
+    right = WIDTH - RIGHT
+    parts.append(f'<rect class="baseline" x="{right - 10}" y="16" width="10" height="10"/>')
+    parts.append(f'<text x="{right - 16}" y="26" text-anchor="end">{tip}</text></svg>')
     return "\n".join(parts) + "\n"
 
 
