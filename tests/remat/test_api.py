@@ -172,3 +172,13 @@ def test_the_compiled_model_is_otherwise_the_model(x: torch.Tensor) -> None:
     assert not net.training
     with pytest.raises(AttributeError):
         _ = compiled.nothing_of_that_name
+
+
+def test_a_step_can_be_planned_for_a_device_that_is_not_here(x: torch.Tensor) -> None:
+    plan = remat.plan(Net(), (x,), loss=mean_square, memory_budget="80%", device="h100")
+    assert plan.memory_budget == int(0.8 * 80e9)
+    assert plan.device.startswith("h100")
+    states = [v for v in plan.problem.values if v.name.endswith(".random_state")]
+    assert all(v.bytes % 512 == 0 for v in plan.problem.values if v not in states)
+    assert any("planned for h100" in note for note in plan.notes)
+    assert any("workspace not measured" in note for note in plan.notes)
