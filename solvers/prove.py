@@ -19,7 +19,8 @@ from remat.solvers.structure import Structure
 
 _SCANNED: Final = 3  # cuts whose LP relaxation is solved
 _SCAN_SHARE: Final = 0.1  # of the time, after which the scan ends
-_MILP_SHARE: Final = 0.35
+_SCANNED_SIZE: Final = 4_000  # ops and values above which the fullest moment is taken unscanned
+_MILP_SHARE: Final = 0.7
 _PROVEN: Final = 1e-9
 _SMALL_GAP: Final = 1e-4  # several cuts are not worth their time where less than this is open
 _OTHERS_SHARE: Final = 0.7  # of the time must be left for the MILP of a second cut
@@ -96,6 +97,7 @@ class Prover:
             self._several(self._spread(count))
 
     def _one(self, cut: int) -> None:
+        began = time.monotonic()
         answer = one_cut(
             self.structure,
             self.budget,
@@ -105,17 +107,21 @@ class Prover:
         )
         plan = None if answer.kept is None else schedule_of_cut(self.structure, cut, answer.kept)
         self._tell(answer.lower_bound, plan)
+        size = len(self.structure.problem.values) + len(self.structure.problem.ops)
+        self.pace = max(self.pace, (time.monotonic() - began) / max(1, size))
 
     def _ranked_cuts(self) -> list[int]:
         """The fullest moments, that with the highest LP bound first."""
+        size = len(self.structure.problem.values) + len(self.structure.problem.ops)
+        if size > _SCANNED_SIZE:
+            return promising_cuts(self.structure, 1)
         bounds: list[tuple[float, int]] = []
         for cut in promising_cuts(self.structure, _SCANNED):
             began = time.monotonic()
             answer = one_cut(
-                self.structure, self.budget, cut, time_limit=self._limit(_SCAN_SHARE), relaxed=True
+                self.structure, self.budget, cut, time_limit=self._limit(0.3), relaxed=True
             )
             self._tell(answer.lower_bound, None)
-            size = len(self.structure.problem.values) + len(self.structure.problem.ops)
             self.pace = max(_PACE, 3 * (time.monotonic() - began) / max(1, size))
             bounds.append((-answer.lower_bound, cut))
             slow = not self.counted and self.allowed - self.time_left > _SCAN_SHARE * self.allowed

@@ -48,7 +48,7 @@ def runs(sequence: Sequence) -> list[int]:
     return [int(op) for op in sequence.ops[: sequence.facts[LENGTH]]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(BIG, st.data())
 def test_bytes_and_seconds_equal_the_judges(problem: Problem, data: st.DataObject) -> None:
     sequence = loaded(problem, draw_computes(data, problem))

@@ -17,7 +17,7 @@ from remat.solvers.structure import Structure
 BIG = problems(max_forward=8, max_deferred=3, max_backward=7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(BIG, st.data())
 def test_any_map_is_accepted_by_the_judge(problem: Problem, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 4))
