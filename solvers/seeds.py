@@ -158,11 +158,13 @@ class Segments:
         return {}
 
     def _new_level(self, borders: Ints) -> _Level:
-        problem, spans = self.structure.problem, np.array(self._spans)
+        problem = self.structure.problem
+        spans = np.array(self._spans, dtype=np.int64).reshape(-1, 2)
         inside = np.array(
             [p >= 0 and problem.ops[p].phase == "forward" for p in problem.producer], dtype=bool
         )
-        made_at = np.array([self.structure.position.get(p, 0) for p in problem.producer])
+        positions = [self.structure.position.get(p, 0) for p in problem.producer]
+        made_at = np.array(positions, dtype=np.int64)
         segment = np.searchsorted(borders, made_at)
         starts = np.full(len(borders) + 1, len(problem.backward), dtype=np.int64)
         np.minimum.at(starts, segment[inside], self.first_need[inside])

@@ -15,7 +15,7 @@ from remat.solvers.choose import least_peak, solve
 from remat.solvers.errors import InvalidOption
 from remat.solvers.frontier import frontier
 from remat.solvers.keep import keep_everything
-from remat.solvers.problem import Problem
+from remat.solvers.problem import Op, Problem
 from remat.solvers.registry import SOLVERS, Proposal, Request
 from remat.solvers.schedule import Schedule
 from remat.solvers.simulate import simulate
@@ -68,6 +68,14 @@ def test_least_peak_lies_between_the_proven_and_the_kept(problem: Problem) -> No
     assert found.peak <= solve(problem, memory_budget=None).peak
     assert found.memory_budget == found.peak
     assert found.fits
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_ops_without_values_are_a_problem_too(count: int) -> None:
+    problem = Problem((), tuple(Op(f"f{k}", "forward", (), ()) for k in range(count)))
+    found = least_peak(problem, max_evaluations=100)
+    assert found.failures == ()
+    assert found.peak == 0
 
 
 @settings(max_examples=25, deadline=None)
