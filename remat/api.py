@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from remat.capture import check_trainable, plan_on_fake_tensors
+from remat.capture import check_trainable, fresh_function, plan_on_fake_tensors
 from remat.options import Options
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
 from remat.session import Session
 from remat.solvers.errors import InvalidOption, RematError
+
+_UNCOMPILED: Final = Unplanned(
+    "torch ran this call without compiling it: its limit of graphs for one function is reached "
+    "(torch._dynamo.config.recompile_limit; pad inputs to fewer shapes, or raise it), or "
+    "compilation is turned off"
+)
 
 
 class Compiled:
@@ -27,13 +33,22 @@ class Compiled:
         self._model = model
         owner = model if isinstance(model, torch.nn.Module) else None
         self._session = Session(options, owner=owner)
-        self._run = torch.compile(model, backend=self._session.backend, dynamic=False)
+        function = fresh_function(model)
+        self._run = torch.compile(function, backend=self._session.backend, dynamic=False)
 
     @property
     def plans(self) -> tuple[Plan | Unplanned, ...]:
+        """One for each captured graph; see the class."""
         return self._session.plans
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = self._session.calls
+        result = self._call(*args, **kwargs)
+        if self._session.calls == before:
+            self._session.say(_UNCOMPILED)
+        return result
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._run(*args, **kwargs)
         except dynamo.BackendCompilerFailed as error:

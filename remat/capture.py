@@ -56,7 +56,7 @@ def plan_on_fake_tensors(
         eager.compile_graph(graph, inputs, partition=split, on_inference=_refuse_inference)
         raise CaptureError("AOTAutograd never split the graph; report this with the model")
 
-    run = torch.compile(_step_function(fake_model, loss), backend=backend, dynamic=False)
+    run = torch.compile(fresh_function(fake_model, loss), backend=backend, dynamic=False)
     with mode, torch.enable_grad():
         try:
             run(*fake_args, **fake_kwargs)
@@ -84,10 +84,14 @@ def _copy(
         ) from error
 
 
-def _step_function(
-    model: torch.nn.Module, loss: Callable[[Any], torch.Tensor] | None
+def fresh_function(
+    model: Callable[..., Any], loss: Callable[[Any], torch.Tensor] | None = None
 ) -> Callable[..., Any]:
-    """A function that Dynamo has not seen before: its caches belong to code objects."""
+    """``loss(model(...))`` as a function that Dynamo has not seen before.
+
+    Dynamo's caches, and its limit of eight graphs, belong to code objects: all ``nn.Sequential`` of
+    a process share one, and so do all instances of a class. The ninth would run uncompiled.
+    """
 
     def step(*args: Any, **kwargs: Any) -> Any:
         result = model(*args, **kwargs)

@@ -35,11 +35,13 @@ class Session:
     Attributes:
         options: as given.
         owner: the model, if it is known: all its parameters are resident, used or not.
+        calls: how often a captured graph has run.
     """
 
     def __init__(self, options: Options, owner: object = None) -> None:
         self.options = options
         self.owner = owner
+        self.calls = 0
         self._graphs: list[GraphRunner] = []
 
     @property
@@ -59,7 +61,8 @@ class Session:
 
     def say(self, unplanned: Unplanned) -> None:
         """Report a call without a plan, as ``on_unplanned`` wants it."""
-        if self.options.memory_budget is None or self.options.on_unplanned == "ignore":
+        without_budget = self.options.memory_budget is None and self.options.plan is None
+        if without_budget or self.options.on_unplanned == "ignore":
             return
         if self.options.on_unplanned == "raise":
             raise CaptureError(str(unplanned))
@@ -103,8 +106,9 @@ class GraphRunner:
         self._active = self._variant(inputs)
         # Said here, not while torch compiles: there a warning that is an error breaks compilation.
         if isinstance(self._active.plan, Unplanned) and not self._said:
+            self._session.say(self._active.plan)  # where it raises, it raises at every call
             self._said = True
-            self._session.say(self._active.plan)
+        self._session.calls += 1
         return self._active.run(*inputs)
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:

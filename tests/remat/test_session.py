@@ -95,9 +95,31 @@ def test_an_inference_call_runs_and_says_that_it_was_not_planned(net: Net, x: to
     assert isinstance(step.plans[-1], Plan)
 
 
+def test_many_compiled_models_share_no_limit(x: torch.Tensor) -> None:
+    limit = torch._dynamo.config.recompile_limit
+    for _ in range(limit + 2):
+        step = remat.compile(Net(1), memory_budget=1.0)
+        step(x).backward()
+        assert isinstance(step.plans[0], Plan)
+
+
+def test_a_call_that_torch_does_not_compile_is_reported(net: Net, x: torch.Tensor) -> None:
+    step = remat.compile(net, memory_budget=1.0)
+    strict = remat.compile(net, memory_budget=1.0, on_unplanned="raise")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for run in (step, strict):
+            run(x).backward()
+        with pytest.warns(UnplannedWarning, match="without compiling it"):
+            step(x[:100]).backward()
+        with pytest.raises(CaptureError, match="without compiling it"):
+            strict(x[:100])
+
+
 def test_on_unplanned_raises_or_is_silent(net: Net, x: torch.Tensor) -> None:
-    with torch.no_grad(), pytest.raises(CaptureError, match="inference-only"):
-        remat.compile(net, memory_budget=0.5, on_unplanned="raise")(x)
+    strict = remat.compile(net, memory_budget=0.5, on_unplanned="raise")
+    for _ in range(2):  # not only the first time
+        with torch.no_grad(), pytest.raises(CaptureError, match="inference-only"):
+            strict(x)
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
