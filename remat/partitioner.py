@@ -35,6 +35,7 @@ from remat.solvers.errors import BudgetTooSmall, PlanMismatch
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule, Solution, Timeline
 from remat.solvers.simulate import simulate
+from remat.solvers.structure import Structure
 from remat.solvers.units import format_bytes
 from remat.version import __version__
 
@@ -102,7 +103,7 @@ def partition(
     lowered = lower(joint, storages, costs, fixed_bytes=ledger.total, cost=how)
     own = private.default_partition(module, joint_inputs, num_fwd_outputs, **torch_options)
     baseline = baseline_schedule(lowered, *own)
-    chosen = _choose(lowered, baseline, options, graph_hash, device)
+    chosen = _choose(lowered, baseline, options, graph_hash, spec)
     plan = Plan(
         remat_version=__version__,
         torch_version=torch.__version__,
@@ -114,7 +115,7 @@ def partition(
         solution=chosen.solution,
         baseline=baseline,
         least_peak=chosen.least_peak,
-        notes=_notes(lowered, costs),
+        notes=_notes(lowered, costs, spec, device),
     )
     if chosen.solution.schedule == baseline:
         return Partition(*own, plan)
@@ -126,7 +127,8 @@ def partition(
 def _costs(
     joint: JointGraph, storages: Storages, spec: DeviceSpec, options: Options, ledger: Ledger
 ) -> tuple[Mapping[fx.Node, OpCost], str]:
-    mode = options.cost or ("measured" if ledger.device_exists else "roofline")
+    here = ledger.device_exists and spec.torch_device is not None
+    mode = options.cost or ("measured" if here else "roofline")
     model = CostModel(spec, mode, run=ledger.device_exists)
     return model.costs(op_nodes(joint, storages)), f"{mode} on {spec.name}"
 
@@ -139,19 +141,19 @@ class _Choice:
 
 
 def _choose(
-    lowered: Lowered, baseline: Schedule, options: Options, graph_hash: str, device: torch.device
+    lowered: Lowered, baseline: Schedule, options: Options, graph_hash: str, spec: DeviceSpec
 ) -> _Choice:
     problem = lowered.problem
     if options.plan is not None:
         return _replay(problem, options.plan, graph_hash)
     known = known_plans(problem)
     timeline = simulate(problem, baseline)
-    total, free = machine_memory(str(device)) if options.budget.needs_device else (None, None)
+    total, free = _memory(spec, problem) if options.budget.needs_device else (None, None)
     budget = options.budget.resolve(
         baseline_peak=timeline.peak,
         least_peak=lambda: _least_peak(problem, known, options),
         device_total=total,
-        device_free=None if free is None else free + problem.fixed_bytes,
+        device_free=free,
     )
     least = None if known.least is None else simulate(problem, known.least).peak
     # A solver that was asked for by name is asked even where the baseline would do.
@@ -164,6 +166,17 @@ def _choose(
         assert budget is not None
         raise budget_too_small(problem, solution, budget)
     return _Choice(solution, budget, least)
+
+
+def _memory(spec: DeviceSpec, problem: Problem) -> tuple[int, int]:
+    """(all, what this step may take) of the device's bytes: what is free and what it holds there.
+
+    A device that is only described has its whole memory free.
+    """
+    if spec.torch_device is None:
+        return spec.memory, spec.memory
+    total, free = machine_memory(spec.torch_device)
+    return total, free + problem.fixed_bytes
 
 
 def _least_peak(problem: Problem, known: KnownPlans, options: Options) -> int:
@@ -193,13 +206,16 @@ def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | 
 def _untouched(
     problem: Problem, baseline: Schedule, timeline: Timeline, budget: int | None
 ) -> Solution:
+    required = Structure(problem).required_seconds
+    # Where the user checkpoints, the baseline computes again, and a plan without that is faster.
+    fastest = timeline.seconds <= required * (1 + 1e-9)
     return Solution(
         problem_key=problem.key,
         schedule=baseline,
         timeline=timeline,
         memory_budget=budget,
-        status="optimal",
-        lower_bound=min(timeline.seconds, problem.base_seconds),
+        status="optimal" if fastest else "feasible",
+        lower_bound=min(timeline.seconds, required),
         peak_lower_bound=problem.fixed_bytes,
         floor_op=-1,
         solver="baseline",
@@ -210,7 +226,11 @@ def _replay(problem: Problem, plan: Plan, graph_hash: str) -> _Choice:
     """The stored schedule, priced anew: the resident bytes and this device's costs may differ."""
     plan.check(graph_hash, torch.__version__)
     ours, theirs = (
-        [(op.phase, op.reads, op.writes) for op in p.ops] for p in (problem, plan.problem)
+        (
+            [(op.phase, op.reads, op.writes, op.rerunnable) for op in p.ops],
+            [(value.owned, value.tangent, value.output) for value in p.values],
+        )
+        for p in (problem, plan.problem)
     )
     if ours != theirs:
         raise PlanMismatch(
@@ -227,18 +247,30 @@ def _replay(problem: Problem, plan: Plan, graph_hash: str) -> _Choice:
             least_peak=timeline.peak,
             peak_lower_bound=plan.solution.peak_lower_bound,
         )
+    # What was proven for the stored costs is not proven for those of today.
     solution = dataclasses.replace(
-        plan.solution, problem_key=problem.key, timeline=timeline, lower_bound=0.0
+        plan.solution,
+        problem_key=problem.key,
+        timeline=timeline,
+        status="feasible",
+        lower_bound=min(timeline.seconds, Structure(problem).required_seconds),
     )
     return _Choice(solution, plan.memory_budget, plan.least_peak)
 
 
-def _notes(lowered: Lowered, costs: Mapping[fx.Node, OpCost]) -> tuple[str, ...]:
+def _notes(
+    lowered: Lowered, costs: Mapping[fx.Node, OpCost], spec: DeviceSpec, device: torch.device
+) -> tuple[str, ...]:
     assumed: dict[str, int] = {}
     for node, cost in costs.items():
         if cost.assumed:
             assumed[str(node.target)] = assumed.get(str(node.target), 0) + 1
     notes = list(lowered.kept)
+    if spec.torch_device is None:
+        notes.append(
+            f"planned for {spec.name} on tensors of {device.type}: attention is the {device.type} "
+            "kernel, and so is what it saves"
+        )
     if assumed:
         listed = ", ".join(f"{target} ({count})" for target, count in sorted(assumed.items()))
         notes.append(f"workspace not measured, assumed to be none: {listed}")

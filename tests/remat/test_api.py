@@ -142,6 +142,27 @@ def test_a_stored_plan_runs_again_and_only_on_its_graph(x: torch.Tensor, tmp_pat
         remat.compile(step, plan=tmp_path / "plan.json")(x[:10])
 
 
+def test_regions_the_user_checkpoints_make_no_fastest_plan(x: torch.Tensor) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    net = Net()
+    step = remat.compile(lambda x: mean_square(checkpoint(net, x, use_reentrant=False)))
+    step(x).backward()
+    (plan,) = step.plans
+    assert plan.solution.solver == "baseline"
+    assert plan.solution.status == "feasible"
+    assert plan.gap > 0
+
+
+def test_a_described_device_has_its_own_memory_and_roofline(x: torch.Tensor) -> None:
+    plan = remat.plan(Net(), (x,), loss=mean_square, memory_budget="50%", device="h100")
+    assert plan.memory_budget == 40 * 10**9
+    net = Net()
+    step = remat.compile(lambda x: mean_square(net(x)), memory_budget=1.0, device="h100")
+    step(x).backward()
+    assert step.plans[0].problem.cost.startswith("roofline on h100")
+
+
 def test_a_model_without_trainable_parameters_is_refused(x: torch.Tensor) -> None:
     frozen = Net().requires_grad_(False)
     for attempt in (lambda: remat.compile(frozen), lambda: remat.plan(frozen, (x,))):
