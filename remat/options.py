@@ -93,6 +93,11 @@ class Options:
             _one_of("cost", self.cost, COSTS)
         _refuse_what_this_version_lacks(self)
         self._set("plan", _plan(self.plan))
+        if self.plan is not None and self.solver != "auto":
+            raise InvalidOption(
+                f"solver={self.solver!r} has nothing to solve beside a stored plan, which brings "
+                "its schedule: give one of the two"
+            )
         if self.plan is not None and self.memory_budget is not None:
             raise InvalidOption(
                 f"plan and memory_budget={self.memory_budget!r} both say what the step may take; "
@@ -162,9 +167,9 @@ def _number(name: str, given: object, meant: str) -> float:
 
 
 def _seconds(name: str, given: object) -> float:
-    meant = "must be a number of seconds above 0, like 10.0"
+    meant = "must be a finite number of seconds above 0, like 10.0"
     seconds = _number(name, given, meant)
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:  # the search ends with the time, and only then
         _refuse(name, given, meant)
     return seconds
 

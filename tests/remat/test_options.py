@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from remat.options import Options
+from remat.plans import Plan
 from remat.solvers.errors import InvalidOption, RematError
 
 NAN = float("nan")
@@ -25,11 +26,12 @@ def test_defaults() -> None:
     ("name", "given", "message"),
     [
         ("memory_budget", True, r"memory_budget=True is a bool; write bytes .*8GiB.*80%.*auto"),
-        ("time_limit", 0, "time_limit=0: must be a number of seconds above 0, like 10.0"),
-        ("time_limit", -1.0, "time_limit=-1.0: must be a number of seconds"),
-        ("time_limit", True, "time_limit=True: must be a number"),
-        ("time_limit", NAN, "time_limit=nan: must be a number"),
-        ("time_limit", "10", "time_limit='10': must be a number"),
+        ("time_limit", 0, "time_limit=0: must be a finite number of seconds above 0, like 10.0"),
+        ("time_limit", -1.0, "time_limit=-1.0: must be a finite number of seconds"),
+        ("time_limit", True, "time_limit=True: must be a finite number"),
+        ("time_limit", NAN, "time_limit=nan: must be a finite number"),
+        ("time_limit", float("inf"), "time_limit=inf: must be a finite number of seconds"),
+        ("time_limit", "10", "time_limit='10': must be a finite number"),
         ("gap", -0.1, "gap=-0.1: must be a share from 0"),
         ("gap", 1, "gap=1: must be a share from 0 up to, but not including, 1, like 0.01"),
         ("gap", NAN, "gap=nan: must be a share"),
@@ -111,6 +113,13 @@ def test_every_n_layers_chooses_its_solver() -> None:
 def test_every_n_layers_beside_another_solver_would_do_nothing() -> None:
     with pytest.raises(InvalidOption, match="every_n_layers=2 says nothing to solver='ilp'"):
         Options.make(every_n_layers=2, solver="ilp")
+
+
+def test_a_solver_beside_a_stored_plan_would_do_nothing(plan: Plan) -> None:
+    with pytest.raises(InvalidOption, match="solver='sqrt' has nothing to solve"):
+        Options.make(plan=plan, solver="sqrt")
+    with pytest.raises(InvalidOption, match="solver='every_n_layers' has nothing to solve"):
+        Options.make(plan=plan, every_n_layers=2)
 
 
 def test_a_named_solver_is_looked_up() -> None:
