@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -252,7 +253,7 @@ class Plan:
         raw = Path(path).read_bytes()
         try:
             data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        except (json.JSONDecodeError, UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        except (ValueError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise PlanMismatch(f"{path} is no stored plan: not JSON ({error})") from error
         try:
             return Plan.from_json(data)
