@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from remat.passes import ops
-from remat.passes.joint import JointGraph
+from remat.passes.joint import JointGraph, is_getitem
 from remat.passes.storages import Storages
 
 SNAPSHOT = "remat_snapshot"
@@ -73,7 +73,8 @@ def _refresh_views(joint: JointGraph, copy: fx.Node) -> None:
     """Fake values of views of the copy must lie in the copy's storage, not in the primal's."""
     stale = {copy}
     for node in joint.module.graph.nodes:
-        if ops.is_view(node) and any(source in stale for source in node.all_input_nodes):
+        passes_on = ops.is_view(node) or is_getitem(node)
+        if passes_on and any(source in stale for source in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
             with copy.meta["val"].fake_mode:
                 node.meta["val"] = node.target(*args, **kwargs)

@@ -7,12 +7,23 @@ from typing import Any
 
 import torch
 
+from remat.solvers.errors import RematError
+
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the device's default generator, to be replayed later."""
+    """The state of the device's default generator, to be replayed later.
+
+    Raises:
+        RematError: the device is neither cpu nor cuda.
+    """
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    # The CPU's state would replay another mask there, and nobody would notice.
+    raise RematError(
+        f"cannot replay random numbers of device {str(device)!r}: only those of cpu and cuda"
+    )
 
 
 def replay_random(
@@ -29,7 +40,7 @@ def replay_random(
 
 def random_state_bytes(device: torch.device) -> int:
     """Bytes of what :func:`random_state` returns."""
-    return 16 if device.type == "cuda" else torch.get_rng_state().numel()
+    return 16 if device.type == "cuda" else random_state(device).numel()
 
 
 def _set_random_state(state: torch.Tensor, device: torch.device) -> None:

@@ -144,6 +144,11 @@ class _Emitter:
         return is_getitem(node) and bool(self.lowered.storages.created[node.args[0]])  # type: ignore[index]
 
     def _view(self, node: fx.Node) -> fx.Node:
+        if any(True for _ in ops.mutated_args(node)):
+            raise RematError(
+                f"backward reads {node.name}, which {node.target} wrote in place in forward; "
+                "this version cannot save it. Write out of place in the model"
+            )
         inputs = {source: self.resolve(source) for source in node.all_input_nodes}
         key = (node, tuple(value for value in inputs.values() if isinstance(value, fx.Node)))
         if key not in self.views:
