@@ -31,6 +31,7 @@ class KnownPlans:
     schedules: list[Schedule] = field(default_factory=list)
 
     def remember(self, schedule: Schedule) -> None:
+        """Keep ``schedule``, once."""
         if schedule not in self.schedules:
             self.schedules.append(schedule)
 
@@ -48,9 +49,3 @@ def known_plans(problem: Problem) -> KnownPlans:
         while len(_KNOWN) > _PROBLEMS_KEPT:
             _KNOWN.popitem(last=False)
         return record
-
-
-def forget() -> None:
-    """Drop everything that is known."""
-    with _LOCK:
-        _KNOWN.clear()

@@ -47,13 +47,12 @@ class Schedule:
     def boundary(self, problem: Problem) -> int:
         """Index of the first step of the backward part."""
         left = len(problem.forward)
-        position = 0
         for position, step in enumerate(self.steps):
             if left == 0 and step.kind != "free":
                 return position
             if step.kind == "compute" and problem.ops[step.index].phase == "forward":
                 left -= 1
-        return len(self.steps) if left == 0 or not self.steps else position + 1
+        return len(self.steps)
 
     @staticmethod
     def from_computes(problem: Problem, computes: Sequence[int]) -> Schedule:
