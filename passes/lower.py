@@ -158,7 +158,7 @@ class _Builder:
             self.value_of[storage] = len(self.values)
             self.values.append(
                 Value(
-                    name=self.storages.holder[storage].name,
+                    name=self._name(storage),
                     bytes=self.storages.bytes[storage],
                     owned=owned,
                     tangent=private.is_tangent(creator),
@@ -166,6 +166,13 @@ class _Builder:
                     offloadable=not owned,
                 )
             )
+
+    def _name(self, storage: int) -> str:
+        holder = self.storages.holder[storage]
+        created = self.storages.created[holder]
+        # Outputs that nobody takes out of their tuple (statistics of a frozen norm) have no node.
+        position = created.index(storage) if storage in created else 0
+        return f"{holder.name}.{position}" if position else holder.name
 
     def _storages_of(self, outputs: Sequence[object]) -> set[int]:
         nodes = [output for output in outputs if isinstance(output, fx.Node)]

@@ -72,6 +72,12 @@ def is_collective(node: fx.Node) -> bool:
     return op is not None and op.namespace in COLLECTIVE_NAMESPACES
 
 
+def returns_nothing(node: fx.Node) -> bool:
+    """Whether the op is run for its effect alone (an assertion); it has no fake value."""
+    op = overload(node)
+    return op is not None and not op._schema.returns
+
+
 def has_effect(node: fx.Node) -> bool:
     """Whether the op does more than compute its outputs."""
     if node.op != "call_function":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from remat.passes import ops
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered
 from remat.passes.split import OP_INDEX
@@ -23,7 +24,8 @@ def verify_joint(joint: JointGraph, after: str) -> None:
     except RuntimeError as error:
         raise RematError(f"the joint graph is broken after {after}: {error}") from error
     for node in joint.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        valued = node.op == "call_function" and not ops.returns_nothing(node)
+        if valued and "val" not in node.meta:
             raise RematError(f"{node.name} has no fake value after {after}")
     if len(joint.backward_outputs) < len(joint.primals):
         raise RematError(

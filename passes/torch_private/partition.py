@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop as _boxed_nop
 from torch._functorch._aot_autograd import descriptors as _descriptors
 from torch._functorch.partitioners import default_partition as _default_partition
+from torch._guards import TracingContext
 
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 """Node metadata: the tensor was stashed on ``ctx`` and is saved without a version check."""
@@ -80,10 +81,25 @@ def aot_compile(
     inference_compiler: Callable[..., Any] = boxed,
 ) -> Callable[..., Any]:
     """Run AOTAutograd over a Dynamo graph with our partition and compilers."""
+
+    def forward_compiler(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _keep_saved_tensors()
+        return compiler(forward, inputs)
+
     aot = _aot_autograd(
-        fw_compiler=compiler,
+        fw_compiler=forward_compiler,
         bw_compiler=compiler,
         inference_compiler=inference_compiler,
         partition_fn=partition,
     )
     return aot(graph, list(example_inputs))
+
+
+def _keep_saved_tensors() -> None:
+    """Have AOTAutograd forget which saved tensors backward might write into.
+
+    Nothing here writes into one, and torch refuses ``retain_graph`` for a graph that has any.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []

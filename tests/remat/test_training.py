@@ -1,0 +1,104 @@
+"""Whatever a training loop may do gives the numbers of the plain model, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from tests.models.steps import differences
+
+BUDGETS = (0.5, 0.0)
+Body = Callable[[nn.Module, Callable[..., Any], dict[str, Tensor]], None]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(self.norm(x))) + x
+        return x
+
+
+def check(model: nn.Module, body: Body) -> list[remat.Plan]:
+    """Run ``body`` with the plain model and with compiled copies of it; compare all they leave.
+
+    ``body(model, run, outcome)`` trains ``model`` by calling ``run`` and may add to ``outcome``.
+    """
+    plain = outcome_of(copy.deepcopy(model), None, body)[0]
+    plans: list[remat.Plan] = []
+    for budget in BUDGETS:
+        outcome, found = outcome_of(copy.deepcopy(model), {"memory_budget": budget}, body)
+        assert differences(plain, outcome) == [], f"memory_budget={budget}"
+        plans += found
+    return plans
+
+
+def outcome_of(
+    model: nn.Module, options: dict[str, Any] | None, body: Body
+) -> tuple[dict[str, Tensor], list[Any]]:
+    compiled = None if options is None else remat.compile(model, time_limit=0.3, **options)
+    outcome: dict[str, Tensor] = {}
+    torch.manual_seed(3)
+    body(model, compiled or model, outcome)
+    outcome["rng"] = torch.get_rng_state()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            outcome[f"gradient/{name}"] = parameter.grad.clone()
+    outcome |= {f"buffer/{name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return outcome, [] if compiled is None else list(compiled.plans)
+
+
+def batch(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (64, 32)), generator=torch.Generator().manual_seed(seed))
+
+
+def test_backward_twice_through_one_forward() -> None:
+    def body(model: nn.Module, run: Callable[..., Any], outcome: dict[str, Tensor]) -> None:
+        y = run(batch(1))
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+
+    check(Net(), body)
+
+
+def test_a_frozen_norm_whose_statistics_nobody_reads() -> None:
+    def body(model: nn.Module, run: Callable[..., Any], outcome: dict[str, Tensor]) -> None:
+        run(batch(1)).square().sum().backward()
+
+    net = Net()
+    net.norm.requires_grad_(False)
+    net.layers[0].requires_grad_(False)
+    check(net, body)
+
+
+def test_an_assertion_inside_the_graph() -> None:
+    class Asserting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            torch._assert_async((y.detach().abs() < 1e6).all(), "too large")
+            return y.square().mean()
+
+    def body(model: nn.Module, run: Callable[..., Any], outcome: dict[str, Tensor]) -> None:
+        run(batch(1)).backward()
+
+    net = Asserting()
+    plan = check(net, body)[-1]
+    assert any("_assert_async" in op.target for op in plan.problem.ops)
+    assert not any("_assert_async" in note for note in plan.notes)
+    with pytest.raises(RuntimeError, match="too large"):
+        remat.compile(net, memory_budget=0.0, time_limit=0.3)(batch(1) * 1e7)
