@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from remat.api import plan
+from remat.options import Options
 from remat.plans import Plan
 from remat.solvers.errors import InvalidOption
 from remat.solvers.frontier import frontier as solve_frontier
@@ -92,15 +93,18 @@ def frontier(
         InvalidOption: an option is wrong, or there are fewer than two points.
         CaptureError: the step is not one graph.
     """
-    if options.get("memory_budget") is not None:
-        raise InvalidOption("a frontier has every budget; leave memory_budget out, or use plan")
-    baseline = plan(model, args, kwargs, loss=loss, **options)
+    checked = Options.make(**options)
+    for name in ("memory_budget", "plan", "every_n_layers"):
+        if getattr(checked, name) is not None:
+            raise InvalidOption(f"a frontier has every budget; leave {name} out, or use remat.plan")
+    unasked = {**options, "solver": "auto"}  # a named solver is asked even without a budget
+    baseline = plan(model, args, kwargs, loss=loss, **unasked)
     solutions = solve_frontier(
         baseline.problem,
         points=points,
-        solver=options.get("solver", "auto"),
-        time_limit=options.get("time_limit", 10.0) * points,
-        gap=options.get("gap", 0.0),
+        solver=checked.solver,
+        time_limit=checked.time_limit * points,
+        gap=checked.gap,
         progress=progress,
     )
     return Frontier(baseline, tuple(_point(baseline, s) for s in solutions if s.fits))
