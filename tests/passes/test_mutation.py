@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from remat.passes.mutation import SNAPSHOT, pin_mutated_reads
+from remat.passes.split import split
 from remat.solvers.schedule import Schedule
 from tests.passes.joints import capture, compile_with
 from tests.passes.plans import recompute_everything
@@ -58,4 +59,10 @@ def test_the_copy_is_not_made_where_nobody_is_run_again() -> None:
 
     run, seen = compile_with(model, planner)
     run(torch.ones(6)).backward()
-    assert any(op.name.endswith(".snapshot") for op in seen[0].lowered.problem.ops)
+    lowered = seen[0].lowered
+    assert any(op.name.endswith(".snapshot") for op in lowered.problem.ops)
+    made = []
+    for schedule in (seen[0].baseline, recompute_everything(lowered)):
+        forward, _ = split(lowered, schedule)
+        made.append(any("clone" in str(node.target) for node in forward.graph.nodes))
+    assert made == [False, True]

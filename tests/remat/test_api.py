@@ -79,31 +79,33 @@ def test_the_ninth_plan_is_as_good_as_the_first(x: torch.Tensor) -> None:
 
 
 def test_without_a_budget_torchs_own_graphs_run_untouched(x: torch.Tensor) -> None:
+    from remat import session
     from remat.passes.torch_private import partition as private
-    from remat.session import Session
 
     own, ours = [], []
-    torch_partition = private.default_partition
+    torch_partition, our_partition = private.default_partition, session.partition
 
     def watch(*args: object, **options: object) -> object:
         own.append(torch_partition(*args, **options))
         return own[-1]
 
+    def watch_ours(*args: object, **options: object) -> object:
+        ours.append(our_partition(*args, **options))
+        return ours[-1]
+
     net = Net()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(private, "default_partition", watch)
-        patch.setattr(
-            "remat.executors.eager.private.boxed",
-            lambda graph, inputs: ours.append(graph) or private._boxed_nop(graph, list(inputs)),
-        )
+        patch.setattr(session, "partition", watch_ours)
         for budget in (None, 1.0, "1GiB"):
-            session = Session(remat.Options.make(memory_budget=budget))
-            torch._dynamo.reset()
-            torch.compile(net, backend=session.backend)(x).sum().backward()
-            assert session.plans[0].solution.solver == "baseline"
-            assert session.plans[0].extra_time == 0
-    assert len(own) == 3
-    assert {str(graph.graph) for pair in own for graph in pair} >= {str(g.graph) for g in ours}
+            step = remat.compile(net, memory_budget=budget)
+            step(x).sum().backward()
+            assert step.plans[0].solution.solver == "baseline"
+            assert step.plans[0].extra_time == 0
+    assert len(own) == len(ours) == 3
+    for (forward, backward), parts in zip(own, ours, strict=True):
+        assert parts.forward is forward
+        assert parts.backward is backward
 
 
 def test_the_backend_is_registered_and_takes_the_same_options(x: torch.Tensor) -> None:
