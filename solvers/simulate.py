@@ -5,7 +5,7 @@ read; the compiled evaluator that searches with is held equal to it by tests.
 
 Bytes while an op runs = bytes alive + bytes it writes + its workspace. A second instance of a value
 that is still alive counts beside the first and is dropped when the op returns. Tangents are there
-from the first step of the backward part on.
+from the first step of the backward part on, those that nobody reads to the end.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class _State:
 
     def __post_init__(self) -> None:
         self.live = self.problem.fixed_bytes
+        read = {value for op in self.problem.ops for value in op.reads}
+        self.unread_tangents = set(self.problem.tangents) - read
 
     def enter_backward(self) -> None:
         self.in_backward = True
@@ -133,8 +135,12 @@ class _State:
 
     def _free(self, position: int, value: int) -> None:
         held = self.problem.values[value]
-        if held.owned or held.output:
-            kind = "the caller owns it" if held.owned else "it is an output"
+        if held.owned or held.output or value in self.unread_tangents:
+            kind = (
+                "the caller owns it" if held.owned
+                else "it is an output" if held.output
+                else "it has no reader, so backward holds it to the end"
+            )  # fmt: skip
             self._refuse(position, f"frees {self._name(value)}, but {kind}")
         if value not in self.alive:
             self._refuse(position, f"frees {self._name(value)}, which is not there")

@@ -7,6 +7,7 @@ from brute import least_peak
 from hypothesis import given
 from strategies import chain, problems
 
+from remat.solvers.bounds import floor
 from remat.solvers.errors import InvalidOption, InvalidSchedule
 from remat.solvers.problem import Link, Op, Problem, Value
 from remat.solvers.schedule import Schedule, Step
@@ -154,6 +155,21 @@ def test_an_op_that_may_not_run_again_is_refused():
         simulate(problem, steps("once -x once late b", names))
     with pytest.raises(InvalidSchedule, match="op 'late' may not be run again"):
         simulate(problem, steps("once late -y late b", names))
+
+
+def test_a_tangent_nobody_reads_stays_to_the_end():
+    problem = Problem(
+        (Value("x", 5), Value("t", 1, tangent=True), Value("unread", 100, tangent=True)),
+        (
+            Op("f", "forward", (), (0,)),
+            Op("b0", "backward", (1,), ()),
+            Op("b1", "backward", (0, 1), ()),
+        ),
+    )
+    steps = [Step("compute", 0), Step("compute", 1), Step("free", 2), Step("compute", 2)]
+    with pytest.raises(InvalidSchedule, match="frees 'unread', but it has no reader"):
+        simulate(problem, Schedule(tuple(steps)))
+    assert simulate(problem, Schedule(tuple(steps[:2] + steps[3:]))).peak == floor(problem)[0]
 
 
 def test_a_lost_output_is_refused():
