@@ -113,8 +113,10 @@ class GraphRunner:
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:
         first = self._variants[0]
-        # A fraction is a place between two peaks that both grow with what is resident.
-        fixed = self._session.options.budget.kind in ("none", "fraction")
+        # A fraction is a place between two peaks that both grow with what is resident. A stored
+        # plan brings bytes: where they no longer suffice, planning again says so.
+        kind, replayed = self._session.options.budget.kind, self._session.options.plan
+        fixed = kind == "fraction" or (kind == "none" and replayed is None)
         if isinstance(first.plan, Unplanned) or fixed or not torch.is_grad_enabled():
             return first
         moving = self._moving_bytes(inputs)

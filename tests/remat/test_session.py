@@ -66,6 +66,16 @@ def test_the_budget_holds_while_gradients_are_accumulated(net: Net, x: torch.Ten
     assert step.plans[0].solution.solver == "baseline"
 
 
+def test_a_stored_plan_that_no_longer_suffices_is_refused(net: Net, x: torch.Tensor) -> None:
+    plan = remat.plan(net, (x,), memory_budget=0.3, time_limit=1)
+    step = remat.compile(net, plan=plan)
+    step(x).backward()
+    with pytest.raises(BudgetTooSmall, match="more is resident now"):
+        step(x)  # gradients are there now
+    net.zero_grad()
+    step(x).backward()
+
+
 def test_optimizer_state_that_comes_into_being_is_counted(net: Net, x: torch.Tensor) -> None:
     optimizer = torch.optim.Adam(net.parameters())
     budget = remat.plan(net, (x,)).baseline_peak + 1024
