@@ -130,7 +130,10 @@ class JointGraph:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of targets, topology, shapes, strides, dtypes, constants; not of names."""
+        """SHA-256 of targets, topology, shapes, strides, dtypes, plain arguments.
+
+        Not of names, nor of what constant tensors hold: no plan depends on either.
+        """
         position = {node: index for index, node in enumerate(self.nodes)}
         lines = [f"forward outputs {self.num_forward_outputs}"]
         for node in (*self.nodes, self.output):
