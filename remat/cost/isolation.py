@@ -25,6 +25,9 @@ def outside_modes(function: Callable[[], T], device: torch.device) -> T:
     """
 
     def work() -> T:
+        # A new thread has OpenMP's own number of threads until torch is asked for it, and what
+        # libraries allocate (oneDNN's scratchpads) grows with the number.
+        torch.get_num_threads()
         with _random_state_kept(device), _no_collection(), warnings.catch_warnings():
             # Made-up data provokes warnings that are not the user's; where warnings are errors
             # they would make an op look as if it could not be run.

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Raise it when figures of an older version must not be read any more."""
 
 

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from remat.cost.flops import wrapped_call
 from remat.cost.profile import Profiler, made_up, output_bytes, signature, why_not_run
+from remat.passes.allocations import Allocations
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -198,3 +199,23 @@ def test_an_untimed_figure_is_timed_when_asked() -> None:
 def test_nothing_runs_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     node = _node(lambda x: x * 0.5, torch.empty(100))
     assert Profiler(CPU).profiles([node], timed=False, run=False) == {node: None}
+
+
+def test_ops_are_run_with_the_callers_number_of_threads() -> None:
+    """oneDNN's scratchpads grow with the threads, and a new thread starts with OpenMP's own."""
+    x, weight = torch.randn(4, 16, 64), torch.randn(16, 8, 4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+
+        def run(x: Tensor, weight: Tensor) -> Tensor:
+            return aten.convolution(x, weight, None, [2], [0], [1], True, [0], 1)
+
+        run(x, weight)
+        with Allocations(CPU) as watch:
+            result = run(x, weight)
+        output = result.untyped_storage().nbytes()
+        node = _node(run, x, weight, target="convolution")
+        assert output + _workspace(node) == watch.peak
+    finally:
+        torch.set_num_threads(threads)
