@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from remat.solvers.bounds import floor
 from remat.solvers.cold import KERNELS, plans_without_kernels
+from remat.solvers.compiled import UNCACHED
 from remat.solvers.keep import keep_everything
 from remat.solvers.prove import Prover
 from remat.solvers.registry import Proposal, Request, register
@@ -69,7 +70,8 @@ def _clock(request: Request) -> Callable[[], bool]:
 
 
 def _complaints() -> tuple[str, ...]:
-    return (KERNELS.failure or "the compiled search was not ready in time",)
+    late = "the compiled search was not ready in time"
+    return (KERNELS.failure or late, *UNCACHED[:1])
 
 
 def least_peak_plan(searcher: Searcher, effort: Effort) -> Found:

@@ -78,6 +78,13 @@ def test_before_the_kernels_are_compiled_plans_are_found_all_the_same() -> None:
     assert least.peak < keep.peak // 2
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_that_nothing_is_cached_is_said_where_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "UNCACHED", ["machine code is not cached: why"])
+    least = least_peak(chain([8] * 9, [1.0] * 8), time_limit=0.1)
+    assert least.failures[-1] == "machine code is not cached: why"
+
+
 def test_kernels_that_cannot_be_compiled_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down() -> None:
         raise OSError("no room on the disk")
