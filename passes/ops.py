@@ -97,6 +97,8 @@ def why_never_again(node: fx.Node) -> str | None:
         return f"{op} is a collective"
     if has_effect(node):
         return f"{op} has a side effect"
+    if node.kwargs.get("generator") is not None:
+        return f"{op} draws from a generator of its own"
     if op.namespace not in KNOWN_NAMESPACES:
         return f"{op} is a custom operator remat does not know"
     return None

@@ -7,6 +7,7 @@ all of them makes peaks meaningless.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -93,12 +94,10 @@ def _storage(node: fx.Node, tensor: torch.Tensor) -> torch.UntypedStorage:
         ) from error
 
 
-def main_device(joint: JointGraph) -> torch.device:
-    """The device that holds most bytes of the graph."""
+def main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The device that holds most bytes of ``tensors``; the CPU if there are none."""
     held: dict[torch.device, int] = {}
-    for node in joint.nodes:
-        for tensor in tensors_of(node):
-            held[tensor.device] = (
-                held.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
-            )
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        held[tensor.device] = held.get(tensor.device, 0) + size
     return max(held, key=lambda device: held[device], default=torch.device("cpu"))

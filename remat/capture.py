@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat.cost.device import find_device
 from remat.executors import eager
-from remat.measurement import resident_bytes
+from remat.measurement import resident_bytes, resident_tensors
 from remat.options import Options
 from remat.partitioner import Ledger, partition
+from remat.passes.storages import main_device
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan
 from remat.session import refuse_break
@@ -46,7 +49,10 @@ def plan_on_fake_tensors(
         joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         optimizer = options.optimizer
-        resident = resident_bytes((model, tuple(args), dict(kwargs), optimizer), _device(model))
+        there = (model, tuple(args), dict(kwargs), optimizer)
+        device = main_device(resident_tensors(there))
+        granularity = None if options.device is None else find_device(options.device).granularity
+        resident = resident_bytes(there, device, granularity)
         ledger = Ledger(resident=resident, device_exists=False)
         made.append(partition(joint, joint_inputs, options, ledger, **torch_options).plan)
         raise _Done
@@ -57,11 +63,13 @@ def plan_on_fake_tensors(
         raise CaptureError("AOTAutograd never split the graph; report this with the model")
 
     run = torch.compile(fresh_function(fake_model, loss), backend=backend, dynamic=False)
+    breaks = dynamo.graph_breaks()
     with mode, torch.enable_grad():
         try:
             run(*fake_args, **fake_kwargs)
         except dynamo.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, _Done):
+                refuse_breaks(dynamo.graph_breaks() - breaks)
                 return made[0]
             if isinstance(error.inner_exception, RematError):
                 raise error.inner_exception from None
@@ -101,13 +109,22 @@ def fresh_function(
     return FunctionType(code, step.__globals__, "step", step.__defaults__, step.__closure__)
 
 
+def refuse_breaks(reasons: Counter[str]) -> None:
+    """Refuse a step that was not one graph, though the graphs it left do not say so.
+
+    Raises:
+        CaptureError: with the reasons.
+    """
+    if reasons:
+        raise CaptureError(
+            f"the model is not one graph: {'; '.join(sorted(reasons))}. One memory budget over "
+            "several graphs is not in this version: remove what breaks the graph, or move it out "
+            "of the compiled function; TORCH_LOGS=graph_breaks shows the line"
+        )
+
+
 def _refuse_inference(_graph: fx.GraphModule) -> None:
     raise CaptureError("nothing in this step needs a gradient, so there is nothing to plan")
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    tensor = next(model.parameters(), None)
-    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def check_trainable(model: object) -> None:

@@ -116,16 +116,21 @@ def measure(
     )
 
 
-def resident_bytes(resident: object, device: torch.device | str = "cpu") -> int:
+def resident_bytes(
+    resident: object, device: torch.device | str = "cpu", granularity: int | None = None
+) -> int:
     """Bytes of all storages on ``device`` found in ``resident``, each storage once.
 
-    On CUDA each is rounded up to the 512 bytes in which the allocator hands them out.
+    Args:
+        granularity: each is rounded up to a multiple of this many bytes, as the allocator hands
+            them out. None: that of ``device``, 512 on CUDA.
 
     Raises:
         InvalidOption: something in which no tensors can be looked for.
     """
     wanted = torch.device(device)
-    granularity = _CUDA_GRANULARITY if wanted.type == "cuda" else 1
+    if granularity is None:
+        granularity = _CUDA_GRANULARITY if wanted.type == "cuda" else 1
     sizes: dict[int, int] = {}
     for tensor in resident_tensors(resident):
         if not _is_on(tensor, wanted):

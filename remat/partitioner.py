@@ -25,7 +25,7 @@ from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered, lower, op_nodes
 from remat.passes.mutation import pin_mutated_reads
 from remat.passes.split import split
-from remat.passes.storages import Storages, main_device
+from remat.passes.storages import Storages, main_device, tensors_of
 from remat.passes.torch_private import partition as private
 from remat.passes.verify import verify_joint, verify_split
 from remat.plans import Plan
@@ -96,7 +96,7 @@ def partition(
     graph_hash = joint.hash
     joint = pin_mutated_reads(joint)
     verify_joint(joint, "pin_mutated_reads")
-    device = main_device(joint)
+    device = main_device(tensor for node in joint.nodes for tensor in tensors_of(node))
     spec = find_device(options.device or device)
     storages = Storages.of(joint, spec.granularity, device.type)
     costs, how = _costs(joint, storages, spec, options, ledger)

@@ -6,6 +6,7 @@ bytes and seconds are simulated again when it is read, so there is one truth.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -133,6 +134,34 @@ class Plan:
     def baseline_peak(self) -> int:
         """Predicted peak without remat."""
         return self.baseline_timeline.peak
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that wait for backward once forward has ended, outputs aside."""
+        return sum(row.bytes for row in self.decisions.values() if row.action == "keep")
+
+    def shifted(self, change: int, *, budget_too: bool) -> Plan:
+        """The same plan with ``change`` more bytes resident.
+
+        Args:
+            budget_too: the budget is a fraction, and moves along.
+        """
+        fixed_bytes = self.problem.fixed_bytes + change
+        problem = dataclasses.replace(self.problem, fixed_bytes=fixed_bytes)
+        budget = self.memory_budget
+        if budget_too and budget is not None:
+            budget += change
+        solution = dataclasses.replace(
+            self.solution,
+            problem_key=problem.key,
+            timeline=simulate(problem, self.solution.schedule),
+            memory_budget=budget,
+            peak_lower_bound=self.solution.peak_lower_bound + change,
+        )
+        least = None if self.least_peak is None else self.least_peak + change
+        return dataclasses.replace(
+            self, problem=problem, solution=solution, memory_budget=budget, least_peak=least
+        )
 
     @property
     def extra_time(self) -> float:

@@ -9,6 +9,7 @@ would no longer keep the budget, the graph is planned again for what is there.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,11 @@ from remat.executors import eager
 from remat.measurement import resident_bytes
 from remat.options import Options
 from remat.partitioner import Ledger, partition
-from remat.passes.torch_private import dynamo
+from remat.passes.storages import main_device
+from remat.passes.torch_private import autograd, dynamo
 from remat.plans import Plan, Unplanned
 from remat.solvers.errors import CaptureError, RematError
+from remat.solvers.units import format_bytes
 
 
 class UnplannedWarning(UserWarning):
@@ -60,7 +63,7 @@ class Session:
         return runner
 
     def say(self, unplanned: Unplanned) -> None:
-        """Report a call without a plan, as ``on_unplanned`` wants it."""
+        """Report what no plan covers, as ``on_unplanned`` wants it."""
         without_budget = self.options.memory_budget is None and self.options.plan is None
         if without_budget or self.options.on_unplanned == "ignore":
             return
@@ -86,6 +89,12 @@ class _Variant:
             return True
         return self.plan.peak + moving_bytes - self.moving_bytes <= self.plan.memory_budget
 
+    def moved(self, moving_bytes: int, *, budget_too: bool) -> _Variant:
+        """The same graphs, and their plan with that much resident."""
+        assert isinstance(self.plan, Plan)
+        change = moving_bytes - self.moving_bytes
+        return _Variant(self.run, moving_bytes, self.plan.shifted(change, budget_too=budget_too))
+
 
 class GraphRunner:
     """One captured graph: plans it when made, and again when more is resident than was planned."""
@@ -96,6 +105,7 @@ class GraphRunner:
         self._variants = [self._compile(inputs)]
         self._active = self._variants[0]
         self._said = False
+        self._forwards: list[weakref.ref[Any]] = []
 
     @property
     def plan(self) -> Plan | Unplanned:
@@ -109,20 +119,47 @@ class GraphRunner:
             self._session.say(self._active.plan)  # where it raises, it raises at every call
             self._said = True
         self._session.calls += 1
-        return self._active.run(*inputs)
+        if isinstance(self._active.plan, Unplanned) or self._active.plan.memory_budget is None:
+            return self._active.run(*inputs)
+        self._count_waiting(self._active.plan, self._active.plan.memory_budget)
+        result = self._active.run(*inputs)
+        node = autograd.backward_node(result)
+        if node is not None:
+            self._forwards.append(weakref.ref(node))
+        return result
+
+    def _count_waiting(self, plan: Plan, budget: int) -> None:
+        """Say so if what earlier forwards hold for their backward does not fit beside this call."""
+        alive = [(ref, node) for ref in self._forwards if (node := ref()) is not None]
+        self._forwards = [ref for ref, _ in alive]
+        waiting = autograd.count_holding(node for _, node in alive)
+        held = waiting * plan.kept_bytes
+        if waiting == 0 or plan.peak + held <= budget or self._said:
+            return
+        self._session.say(
+            Unplanned(
+                f"{waiting} earlier forward{'s' * (waiting > 1)} of this graph still wait for "
+                f"backward and hold {format_bytes(held)}; the budget of {format_bytes(budget)} is "
+                "that of one forward and backward at a time: call backward() after each forward, "
+                "or leave that much more room"
+            )
+        )
+        self._said = True
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:
-        first = self._variants[0]
-        # A fraction is a place between two peaks that both grow with what is resident. A stored
-        # plan brings bytes: where they no longer suffice, planning again says so.
-        kind, replayed = self._session.options.budget.kind, self._session.options.plan
-        fixed = kind == "fraction" or (kind == "none" and replayed is None)
-        if isinstance(first.plan, Unplanned) or fixed or not torch.is_grad_enabled():
-            return first
+        if isinstance(self._active.plan, Unplanned) or not torch.is_grad_enabled():
+            return self._active
         moving = self._moving_bytes(inputs)
         for variant in self._variants:
-            if variant.keeps_budget(moving):
+            if variant.moving_bytes == moving:
                 return variant
+        # A fraction is a place between two peaks that both grow with what is resident: its budget
+        # moves along. Bytes stay: where they no longer suffice, the graph is planned again.
+        moves = self._session.options.budget.kind == "fraction"
+        for variant in self._variants:
+            if moves or variant.keeps_budget(moving):
+                self._variants.append(variant.moved(moving, budget_too=moves))
+                return self._variants[-1]
         self._variants.append(self._compile(inputs))
         return self._variants[-1]
 
@@ -146,7 +183,8 @@ class GraphRunner:
         def split(
             joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            ledger = Ledger(resident=self._session.resident(inputs, _device(inputs)))
+            device = main_device(item for item in inputs if isinstance(item, torch.Tensor))
+            ledger = Ledger(resident=self._session.resident(inputs, device))
             parts = partition(joint, joint_inputs, self._session.options, ledger, **torch_options)
             made.append(parts.plan)
             return parts.forward, parts.backward
@@ -190,11 +228,3 @@ def _trains(inputs: Sequence[Any]) -> bool:
 def _inference() -> Unplanned:
     why = "gradients are off" if not torch.is_grad_enabled() else "nothing in it needs a gradient"
     return Unplanned(f"an inference-only call, {why}: it runs as it is")
-
-
-def _device(inputs: Sequence[Any]) -> torch.device:
-    held: dict[torch.device, int] = {}
-    for item in inputs:
-        if isinstance(item, torch.Tensor):
-            held[item.device] = held.get(item.device, 0) + item.numel() * item.element_size()
-    return max(held, key=lambda device: held[device], default=torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -68,3 +69,5 @@ def check_output(arguments: argparse.Namespace) -> None:
         raise InvalidOption(f"{output} is there already; {remedy}, or choose another name")
     if not output.absolute().parent.is_dir():
         raise InvalidOption(f"{output}: there is no folder {output.parent}; make it first")
+    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        raise InvalidOption(f"{output} may not be written; choose another name")

@@ -23,6 +23,7 @@ import torch
 from remat.budget import machine_memory
 from remat.cost.isolation import outside_modes
 from remat.cost.store import Store, environment, processor_name
+from remat.passes.storages import main_device
 from remat.solvers.errors import InvalidOption
 
 _TERA: Final = 1e12
@@ -135,7 +136,7 @@ def find_device(
             not here.
     """
     if device is None:
-        device = _main_device(tensors)
+        device = main_device(tensors)
     if isinstance(device, str) and device.split(":")[0] not in ("cpu", "cuda"):
         return _described(device)
     try:
@@ -150,13 +151,6 @@ def find_device(
         f"device {str(there)!r} is not one remat has costs for; it takes cpu, cuda, "
         f"{', '.join(KNOWN)}"
     )
-
-
-def _main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
-    held: dict[torch.device, int] = {}
-    for tensor in tensors:
-        held[tensor.device] = held.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
-    return max(held, key=lambda found: held[found], default=torch.device("cpu"))
 
 
 def _described(name: str) -> DeviceSpec:

@@ -177,3 +177,40 @@ def test_exactly_the_least_peak_is_enough(net: Net, x: torch.Tensor) -> None:
     least = remat.plan(net, (x,), memory_budget=0.0, time_limit=2).least_peak
     plan = remat.plan(net, (x,), memory_budget=least, time_limit=2)
     assert plan.peak <= least
+
+
+def test_a_fraction_moves_with_the_gradients_that_are_there(net: Net, x: torch.Tensor) -> None:
+    step = remat.compile(net, memory_budget=0.2, time_limit=1)
+    step(x).backward()
+    first = step.plans[0]
+    measured = measure(lambda: step(x).backward(), resident=(net, x), warmup=2)
+    gradients = sum(p.grad.untyped_storage().nbytes() for p in net.parameters())
+    (plan,) = step.plans
+    assert plan.memory_budget == first.memory_budget + gradients
+    assert plan.least_peak == first.least_peak + gradients
+    assert measured.peak == plan.peak <= plan.memory_budget
+    assert plan.solution.schedule == first.solution.schedule
+
+
+def test_a_forward_that_still_waits_for_backward_is_reported(net: Net, x: torch.Tensor) -> None:
+    step = remat.compile(net, memory_budget=0.5, time_limit=1)
+    for _ in range(3):
+        loss = step(x)
+        loss.backward()  # kept alive on purpose: what it saved is gone
+    first = step(x)
+    with pytest.warns(UnplannedWarning, match="1 earlier forward of this graph still wait"):
+        second = step(x + 1)
+    (first + second).backward()
+    reference = Net()
+    reference.load_state_dict(net.state_dict())
+    for batch in (x, x, x, x, x + 1):
+        reference(batch).backward()
+    for ours, plain in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_a_forward_that_was_dropped_is_not_waiting(net: Net, x: torch.Tensor) -> None:
+    step = remat.compile(net, memory_budget=0.5, time_limit=1)
+    for _ in range(3):
+        step(x)
+    step(x).backward()
