@@ -9,12 +9,12 @@ depend on their speed.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from remat.solvers.bounds import floor
 from remat.solvers.cold import KERNELS, plans_without_kernels
@@ -28,6 +28,9 @@ from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
 _PROVEN = 1e-9
+_MOMENT: Final = 0.05  # seconds between two looks at what the proving thread found
+_GRACE: Final = 1.0  # seconds after the deadline for the only plan that may fit
+_IDLE: Final = 20  # tries in a row that price nothing, before the search is given up
 
 
 @register("auto")
@@ -92,8 +95,11 @@ class Auto:
 
     Attributes:
         starts: plans to begin with; those over the budget are repaired.
-        best, plan: what the search found, as it sees it; the schedule to answer with.
-        found: plans of the proving thread that the search has not seen yet.
+        best, least: what the search found, as it sees it: the fastest plan within the budget, and
+            while there is none the plan with the smallest peak.
+        plan, rank: the schedule to answer with; how far it is over the budget, and its seconds.
+        found: plans of the proving thread that the search has not seen yet; ``news`` tells of them.
+        proving: the proving thread still works.
         sources: plans over the budget that a new start of the search may be mended from.
     """
 
@@ -103,8 +109,12 @@ class Auto:
     starts: Sequence[Schedule]
     bound: float = 0.0
     best: Found | None = None
+    least: Found | None = None
     plan: Schedule | None = None
+    rank: tuple[float, float] = (math.inf, math.inf)
     found: list[Schedule] = field(default_factory=list)
+    news: threading.Event = field(default_factory=threading.Event)
+    proving: bool = False
     sources: list[Found] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -118,37 +128,78 @@ class Auto:
             prover.run()
             self._work()
         else:
-            thread = threading.Thread(target=prover.run, name="remat prover", daemon=True)
+            self.proving = True
+            thread = threading.Thread(
+                target=self._prove, args=(prover,), name="remat prover", daemon=True
+            )
             thread.start()
             try:
-                self._work()
+                searcher = self._work()
             finally:
                 prover.stop()
                 thread.join()
+            self._work_off(searcher)
         self.failures += prover.failures
         return Proposal(self.plan, self.bound, tuple(self.failures))
 
-    def _work(self) -> None:
-        if KERNELS.wait(patience(self.request)):
-            searcher = Searcher(self.structure, self.request.seed)
-            self._search(searcher)
-            if self.best is not None:
-                self.plan = searcher.schedule(self.best)
-        else:
+    def _prove(self, prover: Prover) -> None:
+        prover.run()
+        self.proving = False
+        self.news.set()
+
+    def _work(self) -> Searcher | None:
+        """Search; the searcher, or None where it is not compiled yet."""
+        if not KERNELS.wait(patience(self.request)):
             self.failures += _complaints()
             self._make_do()
+            return None
+        searcher = Searcher(self.structure, self.request.seed)
+        self._search(searcher)
+        self._answer(searcher)
+        return searcher
+
+    def _answer(self, searcher: Searcher) -> None:
+        plan = self.best or self.least
+        if plan is not None:
+            self.plan = searcher.schedule(plan)
+
+    def _work_off(self, searcher: Searcher | None) -> None:
+        """What the proving thread found while the search ended; mended only where nothing fits."""
+        if searcher is None:
+            self._consider(self._taken())
+            return
+        over = self.best is None and bool(self.found)
+        for plan in self._arrivals(searcher, grace=_GRACE if over else 0.0):
+            self._note(plan)
+        self._answer(searcher)
 
     def _make_do(self) -> None:
         """The best plan that is found without the compiled search."""
-        problem = self.request.problem
-        best = (math.inf, math.inf)
-        proved = self.found
-        plans = plans_without_kernels(self.structure, self.budget, _clock(self.request))
-        for plan in itertools.chain(self.starts, plans, proved):
-            timeline = simulate(problem, plan)
-            over = max(0, timeline.peak - self.budget)
-            if (over, timeline.seconds) < best:
-                best, self.plan = (over, timeline.seconds), plan
+        over = _clock(self.request)
+        self._consider(self.starts)
+        self._consider(plans_without_kernels(self.structure, self.budget, over))
+        self._consider(self._taken())
+        while self.rank[0] > 0 and self.proving and not over():
+            self._wait()
+            self._consider(self._taken())
+
+    def _consider(self, plans: Iterable[Schedule]) -> None:
+        for plan in plans:
+            timeline = simulate(self.request.problem, plan)
+            rank = max(0, timeline.peak - self.budget), timeline.seconds
+            if rank < self.rank:
+                self.rank, self.plan = rank, plan
+
+    def _wait(self) -> None:
+        """Until the proving thread has news, or a moment."""
+        self.news.wait(_MOMENT)
+        self.news.clear()
+
+    def _taken(self) -> list[Schedule]:
+        """The plans the proving thread found since this was last asked."""
+        with self.lock:
+            taken, self.found = self.found, []
+        return taken
 
     def _proved(self, bound: float, plan: Schedule | None) -> None:
         """The proving thread reports a bound, and a plan (whatever it peaks at)."""
@@ -156,6 +207,7 @@ class Auto:
             self.bound = max(self.bound, bound)
             if plan is not None:
                 self.found.append(plan)
+        self.news.set()
         self._report()
 
     def _enough(self, plan: Found | None = None) -> bool:
@@ -183,13 +235,9 @@ class Auto:
 
     def _search(self, searcher: Searcher) -> None:
         effort = Effort(self.request.deadline, self.request.max_evaluations)
-        fitting = self._first_plans(searcher, effort)
+        fitting = self._first_plans(searcher, effort) or self._keep_looking(searcher, effort)
         if not fitting:
-            least = searcher.lower(self._all_starts(searcher), self.budget, effort)
-            if least is None or least.peak > self.budget:
-                self.best = least
-                return
-            fitting = [least]
+            return
         for plan in fitting:
             self._note(plan)
         self._note(
@@ -202,6 +250,27 @@ class Auto:
                 enough=self._enough,
             )
         )
+
+    def _keep_looking(self, searcher: Searcher, effort: Effort) -> list[Found]:
+        """Lower the peak; then try at random and look at arrivals until a plan fits or time is up.
+
+        Where evaluations are counted it also ends once tries cost none: none is left to be made.
+        """
+        starts = self._all_starts(searcher)
+        self.least = searcher.lower(starts, self.budget, effort)
+        idle = 0
+        while not effort.over and idle <= _IDLE:
+            if self.least is not None and self.least.peak <= self.budget:
+                return [self.least]
+            if arrived := self._arrivals(searcher):
+                return arrived
+            before = effort.spent
+            self.least = searcher.try_again(starts, self.least, self.budget, effort)
+            if effort.spent == before and self.request.max_evaluations is not None:
+                idle += 1
+            elif effort.spent == before:
+                self._wait()
+        return [self.least] if self.least is not None and self.least.peak <= self.budget else []
 
     def _all_starts(self, searcher: Searcher) -> list[Found]:
         given = (searcher.found(schedule) for schedule in self.starts)
@@ -225,17 +294,22 @@ class Auto:
                 plans.append(mended)
         return plans
 
-    def _arrivals(self, searcher: Searcher) -> list[Found]:
-        """Plans of the proving thread, mended where they exceed the budget."""
-        with self.lock:
-            arrived, self.found = self.found, []
+    def _arrivals(self, searcher: Searcher, grace: float = 0.0) -> list[Found]:
+        """Plans of the proving thread, mended where they exceed the budget.
+
+        Args:
+            grace: seconds that mending may take in any case.
+        """
         plans: list[Found] = []
-        for schedule in arrived:
+        until = max(self.request.deadline, time.monotonic() + grace)
+        for schedule in self._taken():
             plan = searcher.found(schedule)
-            part = Effort(self.request.deadline, self.request.max_evaluations)
+            part = Effort(until, self.request.max_evaluations)
             if plan is not None:
                 self.sources.append(plan)
                 mended = searcher.workers[0].repair(plan.ops, self.budget, part)
                 if mended is not None:
                     plans.append(mended)
+                elif plan.peak <= self.budget:  # there was no time to polish it
+                    plans.append(plan)
         return plans

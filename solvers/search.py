@@ -74,7 +74,7 @@ class Effort:
     def used(self) -> float:
         """The share that is spent, 0 to 1."""
         if self.max_evaluations is not None:
-            return min(1.0, self.spent / max(1, self.max_evaluations))
+            return min(1.0, self.spent / self.max_evaluations) if self.max_evaluations > 0 else 1.0
         if math.isinf(self.deadline):
             return 0.0
         whole = self.deadline - self.began
@@ -258,6 +258,29 @@ class Searcher:
                         best, stepping = reached, share < 1.0
                         break
         return best
+
+    def try_again(
+        self, starts: Rows[Found], least: Found | None, target: int, effort: Effort
+    ) -> Found | None:
+        """One more try at random to bring the peak to ``target``; the smallest found so far.
+
+        In turn from ``least``, which is taken a part of the way, and from one of ``starts``.
+        """
+        self.restarts += 1
+        turn, step = divmod(self.restarts, 2)
+        source, budget = least, target
+        if step and starts:
+            source = starts[turn % len(starts)]
+        elif least is not None:
+            way = max(0, least.peak - target) * _DESCENT[turn % len(_DESCENT)]
+            budget = least.peak - math.ceil(way)
+        if source is None:
+            return None
+        part = effort.part(0.1)
+        plan = self.workers[0].repair(source.ops, budget, part, noise=_NOISE)
+        effort.charge(part)
+        better = plan is not None and (least is None or plan.peak < least.peak)
+        return plan if better else least
 
     def improve(
         self,
