@@ -78,7 +78,6 @@ def frontier(
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
     points: int = 9,
-    progress: Callable[[float | None, float], None] | None = None,
     **options: Any,
 ) -> Frontier:
     """Plan a training step for a range of budgets, without running it.
@@ -86,7 +85,6 @@ def frontier(
     Args:
         model, args, kwargs, loss: as for :func:`remat.plan`.
         points: how many budgets, evenly from the least peak to that of keeping everything.
-        progress: called with (seconds of the best plan or None, lower bound) as plans improve.
         options: see :class:`remat.Options`; ``time_limit`` is for each point.
 
     Raises:
@@ -105,7 +103,7 @@ def frontier(
         solver=checked.solver,
         time_limit=checked.time_limit * points,
         gap=checked.gap,
-        progress=progress,
+        progress=checked.progress,
     )
     return Frontier(baseline, tuple(_point(baseline, s) for s in solutions if s.fits))
 

@@ -9,7 +9,7 @@ import difflib
 import importlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
@@ -52,6 +52,8 @@ class Options:
             ``"ignore"``.
         inductor: not in this version.
         plan: a stored plan to replay, or the path of one (it is loaded here).
+        progress: called while a plan is sought, maybe from another thread, with (seconds of the
+            best plan or None, seconds no plan can beat) as they improve.
         cost: ``"measured"``, ``"roofline"`` or ``"flops"``; None: measured where the device is
             there, else roofline.
 
@@ -74,6 +76,7 @@ class Options:
     inductor: dict[str, Any] | None = None
     plan: Plan | None = None
     cost: Literal["measured", "roofline", "flops"] | None = None
+    progress: Callable[[float | None, float], None] | None = None
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget)
@@ -89,6 +92,11 @@ class Options:
         self._set("inductor", _inductor(self.inductor))
         _check_optimizer(self.optimizer)
         _one_of("on_unplanned", self.on_unplanned, ON_UNPLANNED)
+        if self.progress is not None and not callable(self.progress):
+            raise InvalidOption(
+                f"progress={self.progress!r} is not a function; it is called with (seconds of the "
+                "best plan or None, seconds no plan can beat)"
+            )
         if self.cost is not None:
             _one_of("cost", self.cost, COSTS)
         _refuse_what_this_version_lacks(self)

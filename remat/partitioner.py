@@ -181,7 +181,9 @@ def _memory(spec: DeviceSpec, problem: Problem) -> tuple[int, int]:
 
 def _least_peak(problem: Problem, known: KnownPlans, options: Options) -> int:
     if known.least is None:
-        known.least = least_peak(problem, time_limit=options.time_limit).schedule
+        known.least = least_peak(
+            problem, time_limit=options.time_limit, progress=options.progress
+        ).schedule
         known.remember(known.least)
     return simulate(problem, known.least).peak
 
@@ -196,6 +198,7 @@ def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | 
         gap=options.gap,
         every_n_layers=options.every_n_layers or 1,
         starts=starts,
+        progress=options.progress,
     )
     known.remember(solution.schedule)
     if known.least is not None and solution.peak < simulate(problem, known.least).peak:

@@ -6,21 +6,27 @@ import argparse
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from remat.solvers.errors import InvalidOption
+from remat.solvers.units import format_seconds
+
+Progress = Callable[[float | None, float], None]
 
 SPINNER_DELAY: Final = 1.0  # seconds: what is quicker needs no spinner
 
 
 @contextmanager
-def spinner(message: str) -> Iterator[None]:
-    """Show that work goes on: on a terminal's stderr, after a second, until the block ends."""
+def spinner(message: str) -> Iterator[Progress]:
+    """Show that work goes on: on a terminal's stderr, after a second, until the block ends.
+
+    What it yields shows how far a solver is; give it as ``progress=``.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda best, bound: None
         return
     from rich.console import Console
 
@@ -28,8 +34,14 @@ def spinner(message: str) -> Iterator[None]:
     timer = threading.Timer(SPINNER_DELAY, status.start)
     timer.daemon = True
     timer.start()
+
+    def show(best: float | None, bound: float) -> None:
+        gap = "" if not best else f", at most {max(0.0, 1 - bound / best):.2%} from the best"
+        found = "no plan yet" if best is None else f"a plan of {format_seconds(best)}"
+        status.update(f"{message}: {found}{gap}")
+
     try:
-        yield
+        yield show
     finally:
         timer.cancel()
         timer.join()

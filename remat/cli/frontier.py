@@ -25,10 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
     options = given_options(arguments)
     with spinner("building the model"):
         model, args, kwargs, loss = load_step(*arguments.step)
-    with spinner(f"planning for {arguments.points} budgets"):
+    with spinner(f"planning for {arguments.points} budgets") as show:
         from remat.frontiers import frontier
 
-        curve = frontier(model, args, kwargs, loss=loss, points=arguments.points, **options)
+        curve = frontier(
+            model, args, kwargs, loss=loss, points=arguments.points, progress=show, **options
+        )
     print_report(str(curve))
     if arguments.output is not None:
         curve.save_svg(arguments.output)

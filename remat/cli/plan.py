@@ -36,10 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     options = given_options(arguments)
     with spinner("building the model"):
         model, args, kwargs, loss = load_step(*arguments.step)
-    with spinner("planning"):
+    with spinner("planning") as show:
         from remat.api import plan as make_plan
 
-        plan = make_plan(model, args, kwargs, loss=loss, **options)
+        plan = make_plan(model, args, kwargs, loss=loss, progress=show, **options)
     print_report(str(plan))
     if arguments.output is not None:
         plan.save(arguments.output)

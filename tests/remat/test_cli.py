@@ -28,6 +28,7 @@ class Planner:
         self.asked: list[tuple[Any, ...]] = []
 
     def plan(self, model: Any, args: Any, kwargs: Any, *, loss: Any, **options: Any) -> Plan:
+        assert callable(options.pop("progress"))
         self.asked.append((model, args, kwargs, loss, options))
         return self.answer
 
@@ -270,9 +271,14 @@ def test_a_spinner_turns_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with _terminal.spinner("planning"):
+    with _terminal.spinner("planning") as show:
         assert started.wait(60)
+        show(None, 1.0)
+        show(2.0, 1.9)
+        painted = threading.Event()
+        painted.wait(0.3)  # the status paints itself some twelve times a second
     assert "planning" in terminal.getvalue()
+    assert "a plan of 2.00 s, at most 5.00% from the best" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])

@@ -144,3 +144,9 @@ def test_an_optimizer_is_taken() -> None:
 def test_options_are_frozen(field: str) -> None:
     with pytest.raises(AttributeError):
         setattr(Options(), field, None)
+
+
+def test_progress_is_a_function() -> None:
+    assert Options.make(progress=print).progress is print
+    with pytest.raises(InvalidOption, match="progress=3 is not a function"):
+        Options.make(progress=3)
