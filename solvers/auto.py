@@ -108,6 +108,7 @@ class Auto:
     budget: int
     starts: Sequence[Schedule]
     bound: float = 0.0
+    prover: Prover = field(init=False)
     best: Found | None = None
     least: Found | None = None
     plan: Schedule | None = None
@@ -123,7 +124,7 @@ class Auto:
         """Prove and search until the deadline, the gap, or a proof of optimality."""
         request = self.request
         self.bound = self.structure.required_seconds
-        prover = Prover(request, self.structure, self.budget, self._proved, self._gap)
+        self.prover = prover = Prover(request, self.structure, self.budget, self._proved, self._gap)
         if request.max_evaluations is not None:
             prover.run()
             self._work()
@@ -140,7 +141,7 @@ class Auto:
                 thread.join()
             self._work_off(searcher)
         self.failures += prover.failures
-        return Proposal(self.plan, self.bound, tuple(self.failures))
+        return Proposal(self.plan, self.bound, tuple(self.failures), prover.infeasible)
 
     def _prove(self, prover: Prover) -> None:
         prover.run()
@@ -179,7 +180,7 @@ class Auto:
         self._consider(self.starts)
         self._consider(plans_without_kernels(self.structure, self.budget, over))
         self._consider(self._taken())
-        while self.rank[0] > 0 and self.proving and not over():
+        while self.rank[0] > 0 and self.proving and not (over() or self.prover.infeasible):
             self._wait()
             self._consider(self._taken())
 
@@ -259,7 +260,7 @@ class Auto:
         starts = self._all_starts(searcher)
         self.least = searcher.lower(starts, self.budget, effort)
         idle = 0
-        while not effort.over and idle <= _IDLE:
+        while not (effort.over or self.prover.infeasible) and idle <= _IDLE:
             if self.least is not None and self.least.peak <= self.budget:
                 return [self.least]
             if arrived := self._arrivals(searcher):

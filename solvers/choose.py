@@ -59,7 +59,7 @@ def solve(
 
     Returns:
         A solution whatever happens on the way: a solver that crashed is noted in ``failures``. A
-        budget under the proven floor has status ``infeasible``, one that no plan was found for
+        budget that is proven too small has status ``infeasible``, one that no plan was found for
         ``not found``; both carry the plan with the least peak that was found.
 
     Raises:
@@ -184,7 +184,7 @@ class _Judge:
 
     def solution(self, proposal: Proposal, solve_time: float) -> Solution:
         assert self.best is not None
-        floor_bytes, floor_op = floor(self.problem, self.structure)
+        floor_bytes, floor_op = self._floor(proposal)
         required = self.structure.required_seconds
         bound = max(required, proposal.lower_bound) if self.fits else required
         return Solution(
@@ -200,6 +200,20 @@ class _Judge:
             solve_time=solve_time,
             failures=(*self.failures, *proposal.failures),
         )
+
+    def _floor(self, proposal: Proposal) -> tuple[int, int]:
+        """(bytes nothing peaks below, op that sets it); cuts that leave no room set no single op.
+
+        A plan that fits refutes whoever said that none does.
+        """
+        floor_bytes, floor_op = floor(self.problem, self.structure)
+        budget = self.memory_budget
+        if not proposal.infeasible or budget is None or budget < floor_bytes:
+            return floor_bytes, floor_op
+        if self.fits:
+            self.failures.append(f"{budget} bytes were proven too few, but a plan fits them")
+            return floor_bytes, floor_op
+        return budget + 1, -1
 
     def _status(self, bound: float, floor_bytes: int) -> Status:
         assert self.best is not None

@@ -71,9 +71,15 @@ def frontier(
 
 
 def _share_bounds(solutions: list[Solution]) -> list[Solution]:
-    """Raise each bound to that of the next larger budget: less memory is not faster."""
+    """Raise each bound to that of the next larger budget: less memory is not faster.
+
+    What is proven of the least peak for one budget holds for all.
+    """
     bound, shared = 0.0, list[Solution]()
+    least = max(solutions, key=lambda solution: solution.peak_lower_bound, default=None)
     for solution in reversed(solutions):
+        if least is not None and least.peak_lower_bound > solution.peak_lower_bound:
+            solution = _with_peak_bound(solution, least)
         if solution.fits:
             bound = max(bound, min(solution.lower_bound, solution.seconds))
             proven = solution.seconds <= bound * (1 + _PROVEN)
@@ -82,3 +88,14 @@ def _share_bounds(solutions: list[Solution]) -> list[Solution]:
             )
         shared.append(solution)
     return shared[::-1]
+
+
+def _with_peak_bound(solution: Solution, least: Solution) -> Solution:
+    """``solution`` with the bound on the peak of ``least``, which is higher."""
+    under = solution.memory_budget is not None and solution.memory_budget < least.peak_lower_bound
+    return replace(
+        solution,
+        peak_lower_bound=least.peak_lower_bound,
+        floor_op=least.floor_op,
+        status="infeasible" if under and not solution.fits else solution.status,
+    )

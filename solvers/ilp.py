@@ -17,7 +17,7 @@ from remat.solvers.cold import KERNELS
 from remat.solvers.keep import keep_everything
 from remat.solvers.manycut import many_cuts
 from remat.solvers.milp import MilpFailure
-from remat.solvers.onecut import one_cut, promising_cuts, schedule_of_cut
+from remat.solvers.onecut import CutAnswer, one_cut, promising_cuts, schedule_of_cut
 from remat.solvers.registry import Proposal, Request, register
 from remat.solvers.schedule import Schedule
 from remat.solvers.search import Effort, Searcher
@@ -47,7 +47,7 @@ def solve_ilp(request: Request) -> Proposal:
     except MilpFailure as failure:
         run.failures.append(str(failure))
     run.mend()
-    return Proposal(run.best, run.bound, tuple(run.failures))
+    return Proposal(run.best, run.bound, tuple(run.failures), run.infeasible)
 
 
 class _Ilp:
@@ -56,24 +56,31 @@ class _Ilp:
         self.bound = structure.required_seconds
         self.best, self.rank = keep, self._rank(keep)
         self.failures: list[str] = []
+        self.infeasible = False  # a cut proved that nothing fits the budget
         self.cuts: list[int] = []
 
     def _rank(self, plan: Schedule) -> tuple[int, float]:
         timeline = simulate(self.request.problem, plan)
         return max(0, timeline.peak - self.budget), timeline.seconds
 
-    def _hear(self, bound: float, plan: Schedule | None) -> None:
-        if math.isfinite(bound):
-            self.bound = max(self.bound, bound)
+    def _hear(self, answer: CutAnswer, plan: Schedule | None) -> None:
+        """What a model of the whole budget says."""
+        if answer.outcome == "infeasible":
+            self.infeasible = True
+        else:
+            self.bound = max(self.bound, answer.lower_bound)
+        self._keep(plan)
+
+    def _keep(self, plan: Schedule | None) -> None:
         if plan is not None and (rank := self._rank(plan)) < self.rank:
             self.best, self.rank = plan, rank
 
     @property
     def done(self) -> bool:
-        """Proven optimal, within the gap, or out of time."""
+        """Proven optimal or impossible, within the gap, or out of time."""
         close = self.rank[1] - self.bound <= max(self.request.gap, 1e-9) * self.rank[1]
         out_of_time = self.request.max_evaluations is None and self.request.seconds_left < 0.1
-        return out_of_time or (self.rank[0] == 0 and close)
+        return self.infeasible or out_of_time or (self.rank[0] == 0 and close)
 
     def _limit(self, share: float) -> float:
         counted = self.request.max_evaluations is not None
@@ -85,7 +92,7 @@ class _Ilp:
         answer = one_cut(self.structure, self.budget, cut, time_limit=self._limit(0.4), gap=1e-6)
         kept = answer.kept
         plan = None if kept is None else schedule_of_cut(self.structure, cut, kept)
-        self._hear(answer.lower_bound, plan)
+        self._hear(answer, plan)
 
     def several(self) -> None:
         """More and more cuts, in the end one at every backward op, while the model stays small."""
@@ -116,17 +123,20 @@ class _Ilp:
         )
         if answer is None:
             return False
-        self._hear(answer.lower_bound if budget == self.budget else 0.0, answer.plan)
+        if budget == self.budget:
+            self._hear(answer, answer.plan)
+        else:  # a smaller budget proves nothing
+            self._keep(answer.plan)
         return answer.outcome != "unknown"
 
     def mend(self) -> None:
         """Evict until the budget is kept."""
         limit = None if self.request.max_evaluations is not None else self.request.seconds_left + 1
-        if self.rank[0] == 0 or not KERNELS.wait(limit):
+        if self.rank[0] == 0 or self.infeasible or not KERNELS.wait(limit):
             return
         searcher = Searcher(self.structure, self.request.seed)
         plan = searcher.found(self.best)
         effort = Effort(math.inf, self.request.max_evaluations or 1_000_000)
         mended = plan and searcher.workers[0].repair(plan.ops, self.budget, effort)
         if mended:
-            self._hear(0.0, searcher.schedule(mended))
+            self._keep(searcher.schedule(mended))

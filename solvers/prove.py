@@ -12,7 +12,13 @@ import numpy as np
 
 from remat.solvers.manycut import many_cuts
 from remat.solvers.milp import MilpFailure
-from remat.solvers.onecut import default_bytes, one_cut, promising_cuts, schedule_of_cut
+from remat.solvers.onecut import (
+    CutAnswer,
+    default_bytes,
+    one_cut,
+    promising_cuts,
+    schedule_of_cut,
+)
 from remat.solvers.registry import Request
 from remat.solvers.schedule import Schedule
 from remat.solvers.structure import Structure
@@ -38,6 +44,7 @@ class Prover:
     Attributes:
         report: told of every bound (seconds) and of every plan.
         gap: how far, relatively, the best plan so far is from the best bound.
+        infeasible: a cut proved that no schedule of the class fits the budget.
     """
 
     request: Request
@@ -47,6 +54,7 @@ class Prover:
     gap: Callable[[], float]
     failures: list[str] = field(default_factory=list)
     stopped: bool = False
+    infeasible: bool = False
     pace: float = _PACE
 
     def __post_init__(self) -> None:
@@ -71,7 +79,7 @@ class Prover:
 
     @property
     def done(self) -> bool:
-        if self.stopped or self.gap() <= max(self.request.gap, _PROVEN):
+        if self.stopped or self.infeasible or self.gap() <= max(self.request.gap, _PROVEN):
             return True
         return not self.counted and self.time_left < 0.2
 
@@ -84,7 +92,8 @@ class Prover:
 
     def _climb(self) -> None:
         cuts = self._ranked_cuts()
-        self._one(cuts[0])
+        if not self.infeasible:
+            self._one(cuts[0])
         if self.counted:
             return
         for cut in cuts[1:]:
@@ -106,7 +115,7 @@ class Prover:
             nodes=_NODES if self.counted else None,
         )
         plan = None if answer.kept is None else schedule_of_cut(self.structure, cut, answer.kept)
-        self._tell(answer.lower_bound, plan)
+        self._tell(answer, plan)
         size = len(self.structure.problem.values) + len(self.structure.problem.ops)
         self.pace = max(self.pace, (time.monotonic() - began) / max(1, size))
 
@@ -121,7 +130,7 @@ class Prover:
             answer = one_cut(
                 self.structure, self.budget, cut, time_limit=self._limit(0.3), relaxed=True
             )
-            self._tell(answer.lower_bound, None)
+            self._tell(answer, None)
             self.pace = max(_PACE, 3 * (time.monotonic() - began) / max(1, size))
             bounds.append((-answer.lower_bound, cut))
             slow = not self.counted and self.allowed - self.time_left > _SCAN_SHARE * self.allowed
@@ -142,7 +151,7 @@ class Prover:
         )
         if relaxed is None:
             return
-        self._tell(relaxed.lower_bound, None)
+        self._tell(relaxed, None)
         self.pace = (time.monotonic() - began) / max(1, relaxed.variables)
         if self.done:
             return
@@ -154,11 +163,13 @@ class Prover:
             most_variables=min(most, _MILP_VARIABLES),
         )
         if exact is not None:
-            self._tell(exact.lower_bound, exact.plan)
+            self._tell(exact, exact.plan)
 
-    def _tell(self, bound: float, plan: Schedule | None) -> None:
-        if math.isfinite(bound):
-            self.report(bound, plan)
+    def _tell(self, answer: CutAnswer, plan: Schedule | None) -> None:
+        if answer.outcome == "infeasible":
+            self.infeasible = True
+        else:
+            self.report(answer.lower_bound, plan)
 
     def _spread(self, count: int) -> list[int]:
         """The fullest moments of ``count`` stretches of backward, kept or unavoidable bytes."""

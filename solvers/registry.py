@@ -52,12 +52,14 @@ class Proposal:
     Attributes:
         schedule: None if it found nothing.
         lower_bound: seconds nothing within the budget can beat, as far as this solver proved.
+        infeasible: it is proven that no schedule of the class fits the budget.
         failures: what went wrong on the way.
     """
 
     schedule: Schedule | None
     lower_bound: float = 0.0
     failures: tuple[str, ...] = ()
+    infeasible: bool = False
 
 
 Solver = Callable[[Request], Proposal]

@@ -132,7 +132,7 @@ class Solution:
             ``infeasible`` (proven: the budget is under ``peak_lower_bound``), ``not found``.
         lower_bound: seconds that no schedule of the class within the budget can beat.
         peak_lower_bound: bytes that no schedule of the class can peak below; the op that sets it is
-            ``floor_op`` (an index, or -1).
+            ``floor_op``, or -1 where no single op does (fixed bytes, or cuts without room).
         solver: the algorithm that found the plan.
         solve_time: seconds spent solving.
         failures: what went wrong on the way, for people (a solver that crashed or timed out).

@@ -39,6 +39,7 @@ def late_prover(after: Callable[[threading.Event], object]) -> type:
 
     class Late:
         failures: tuple[str, ...] = ()
+        infeasible = False
 
         def __init__(self, request: Any, structure: Any, budget: int, report: Any, gap: Any):
             self.report, self.stopped = report, threading.Event()

@@ -89,3 +89,19 @@ def test_a_cut_that_nothing_fits_through_proves_it() -> None:
     answer = one_cut(structure, 6, 1)
     assert answer.outcome == "infeasible"
     assert answer.lower_bound == math.inf
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(max_deferred=2), st.data())
+def test_only_budgets_that_nothing_fits_are_called_infeasible(
+    problem: Problem, data: st.DataObject
+) -> None:
+    structure = Structure(problem)
+    least, _ = brute.least_peak(problem)
+    budget = data.draw(st.integers(max(0, floor(problem)[0] - 1), least + 2))
+    for cut in range(len(structure.order)):
+        if (
+            one_cut(structure, budget, cut, relaxed=data.draw(st.booleans())).outcome
+            == "infeasible"
+        ):
+            assert budget < least

@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import chain, problems, renamed
 
+from remat.solvers import ilp, prove
+from remat.solvers.bounds import floor
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.errors import InvalidOption
 from remat.solvers.frontier import frontier
 from remat.solvers.keep import keep_everything
-from remat.solvers.problem import Op, Problem
+from remat.solvers.manycut import CutsAnswer
+from remat.solvers.onecut import CutAnswer
+from remat.solvers.problem import Op, Problem, Value
 from remat.solvers.registry import SOLVERS, Proposal, Request
 from remat.solvers.schedule import Schedule
 from remat.solvers.simulate import simulate
@@ -142,6 +146,70 @@ def test_a_budget_under_the_floor_is_infeasible_and_brings_the_least_peak_plan()
     assert found.peak == least.peak < solve(problem, memory_budget=None).peak
 
 
+def narrow_cut() -> Problem:
+    """At the peak x must be there, or a, which x is made of; the floor counts neither."""
+    values = (Value("a", 10), Value("x", 10), Value("t", 0, tangent=True), Value("big", 100))
+    ops = (
+        Op("make a", "forward", (), (0,), seconds=1.0, rerunnable=False),
+        Op("make x", "forward", (0,), (1,), seconds=1.0),
+        Op("peak", "backward", (2,), (3,), seconds=1.0),
+        Op("last", "backward", (1,), (), seconds=1.0),
+    )
+    return Problem(values, ops)
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp"])
+def test_a_budget_between_the_floor_and_the_least_peak_is_proven_infeasible(solver: str) -> None:
+    problem = narrow_cut()
+    assert floor(problem)[0] == 100
+    assert brute.least_peak(problem)[0] == 110
+    found = solve(problem, memory_budget=105, solver=solver, max_evaluations=FEW)
+    assert found.status == "infeasible"
+    assert (found.peak_lower_bound, found.floor_op) == (106, -1)
+    assert found.peak == 110
+    assert solve(problem, memory_budget=105, solver=solver, time_limit=60.0).status == "infeasible"
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp"])
+def test_a_model_that_was_stopped_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, solver: str
+) -> None:
+    def stopped(*arguments: object, **options: object) -> CutAnswer:
+        return CutAnswer("unknown", 4.0)
+
+    def stopped_too(*arguments: object, **options: object) -> CutsAnswer:
+        return CutsAnswer("unknown", 4.0)
+
+    for module in (prove, ilp):
+        monkeypatch.setattr(module, "one_cut", stopped)
+        monkeypatch.setattr(module, "many_cuts", stopped_too)
+    found = solve(narrow_cut(), memory_budget=105, solver=solver, max_evaluations=FEW)
+    assert (found.status, found.peak_lower_bound) == ("not found", 100)
+
+
+def test_a_plan_that_fits_refutes_a_proof_that_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = narrow_cut()
+    proposal = Proposal(keep_everything(problem), infeasible=True)
+    monkeypatch.setitem(SOLVERS, "wrong", lambda request: proposal)
+    found = solve(problem, memory_budget=110, solver="wrong")
+    assert found.fits
+    assert found.peak_lower_bound == 100
+    assert found.failures == ("110 bytes were proven too few, but a plan fits them",)
+
+
+def test_what_is_impossible_is_impossible_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = frontier(narrow_cut(), [101, 105, 110], solver="keep")
+    assert [point.status for point in curve] == ["not found", "not found", "optimal"]
+
+    def proves(request: Request) -> Proposal:
+        return Proposal(None, infeasible=request.memory_budget == 105)
+
+    monkeypatch.setitem(SOLVERS, "keep", proves)
+    curve = frontier(narrow_cut(), [101, 105, 110], solver="keep")
+    assert [point.status for point in curve] == ["infeasible", "infeasible", "optimal"]
+    assert [point.peak_lower_bound for point in curve] == [106, 106, 106]
+
+
 def test_a_solver_that_crashes_costs_nothing_but_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(request: Request) -> Proposal:
         raise ZeroDivisionError("by nothing")
@@ -161,7 +229,6 @@ def test_a_solver_that_crashes_costs_nothing_but_a_note(monkeypatch: pytest.Monk
 
 
 def test_a_broken_milp_is_noted_and_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from remat.solvers import prove
     from remat.solvers.milp import MilpFailure
 
     def fail(*arguments: object, **options: object) -> None:
