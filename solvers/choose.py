@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def solve(
     Args:
         memory_budget: bytes, ``Problem.fixed_bytes`` included; None asks for the fastest plan.
         solver: a registered name; ``auto`` does what is best.
-        time_limit: seconds after which the best plan so far is returned.
+        time_limit: seconds after which the best plan so far is returned; finite, unless evaluations
+            are counted.
         gap: good enough: stop once (seconds - lower bound) / seconds is at most this.
         link: where values can be offloaded to.
         seed, max_evaluations: with ``max_evaluations`` the clock is ignored, and the same seed and
@@ -235,6 +237,11 @@ def _check(
         )
     if not time_limit >= 0:
         raise InvalidOption(f"time_limit is {time_limit!r}; it must be seconds >= 0")
+    if math.isinf(time_limit) and max_evaluations is None:
+        raise InvalidOption(
+            "time_limit is inf and max_evaluations is None, so that the search would never end; "
+            "give seconds, as in time_limit=60.0"
+        )
     if not 0 <= gap < 1:
         raise InvalidOption(f"gap is {gap!r}; it must be in [0, 1), as in gap=0.01 for one percent")
     if max_evaluations is not None and max_evaluations < 0:

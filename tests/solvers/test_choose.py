@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -274,6 +275,7 @@ def test_progress_hears_of_bounds_and_plans() -> None:
         ({"memory_budget": True}, "memory_budget is True"),
         ({"memory_budget": 1, "time_limit": -1.0}, "time_limit is -1.0"),
         ({"memory_budget": 1, "time_limit": float("nan")}, "time_limit is nan"),
+        ({"memory_budget": 1, "time_limit": float("inf")}, "the search would never end"),
         ({"memory_budget": 1, "gap": 1.0}, "gap is 1.0"),
         ({"memory_budget": 1, "max_evaluations": -1}, "max_evaluations is -1"),
         ({"memory_budget": 1, "solver": "atuo"}, "did you mean 'auto'"),
@@ -282,6 +284,16 @@ def test_progress_hears_of_bounds_and_plans() -> None:
 def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
         solve(chain([1, 1], [1.0]), **wrong)  # type: ignore[arg-type]
+
+
+def test_without_a_clock_evaluations_end_the_search() -> None:
+    problem = chain([4] * 8, [1.0] * 7)
+    budget = solve(problem, memory_budget=None).peak - 4
+    assert solve(problem, memory_budget=budget, time_limit=math.inf, max_evaluations=FEW).fits
+    with pytest.raises(InvalidOption, match="the search would never end"):
+        least_peak(problem, time_limit=math.inf)
+    with pytest.raises(InvalidOption, match="the search would never end"):
+        frontier(problem, time_limit=math.inf)
 
 
 def test_fixed_bytes_are_part_of_the_budget() -> None:
