@@ -52,7 +52,8 @@ def solve_greedy(request: Request) -> Proposal:
             # What backward does not need is not held for a recomputation either.
             held_from[v] = 0 if demands.last[v] >= 0 else NEVER
     target = max(budget, floor(problem)[0])
-    rounds, stale = request.max_evaluations or _ROUNDS, 0
+    rounds = _ROUNDS if request.max_evaluations is None else request.max_evaluations
+    stale = 0
     for _ in range(rounds):
         candidate = Candidate.of(problem, replay(problem, held_from))
         better = candidate.rank(budget) < best.rank(budget)

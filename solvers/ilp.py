@@ -16,7 +16,7 @@ from remat.solvers.bounds import floor
 from remat.solvers.cold import KERNELS
 from remat.solvers.keep import keep_everything
 from remat.solvers.manycut import many_cuts
-from remat.solvers.milp import MilpFailure
+from remat.solvers.milp import NODES, MilpFailure
 from remat.solvers.onecut import CutAnswer, one_cut, promising_cuts, schedule_of_cut
 from remat.solvers.registry import Proposal, Request, register
 from remat.solvers.schedule import Schedule
@@ -27,6 +27,7 @@ from remat.solvers.structure import Structure
 _VARIABLES: Final = 6_000  # binaries that HiGHS handles in about a minute
 _CUT_COUNTS: Final = (2, 4, 8, 16, 32, 64)
 _TIGHTENINGS: Final = 6
+_MENDING: Final = 1_000_000  # evaluations, where the clock counts
 
 
 @register("ilp")
@@ -79,17 +80,27 @@ class _Ilp:
     def done(self) -> bool:
         """Proven optimal or impossible, within the gap, or out of time."""
         close = self.rank[1] - self.bound <= max(self.request.gap, 1e-9) * self.rank[1]
-        out_of_time = self.request.max_evaluations is None and self.request.seconds_left < 0.1
+        out_of_time = not self.counted and self.request.seconds_left < 0.1
         return self.infeasible or out_of_time or (self.rank[0] == 0 and close)
 
+    @property
+    def counted(self) -> bool:
+        return self.request.max_evaluations is not None
+
     def _limit(self, share: float) -> float:
-        counted = self.request.max_evaluations is not None
-        return math.inf if counted else self.request.seconds_left * share
+        return math.inf if self.counted else self.request.seconds_left * share
 
     def one(self) -> None:
         """One cut, where keeping everything peaks."""
         cut = promising_cuts(self.structure, 1)[0]
-        answer = one_cut(self.structure, self.budget, cut, time_limit=self._limit(0.4), gap=1e-6)
+        answer = one_cut(
+            self.structure,
+            self.budget,
+            cut,
+            time_limit=self._limit(0.4),
+            gap=1e-6,
+            nodes=NODES if self.counted else None,
+        )
         kept = answer.kept
         plan = None if kept is None else schedule_of_cut(self.structure, cut, kept)
         self._hear(answer, plan)
@@ -117,9 +128,14 @@ class _Ilp:
                 return
 
     def _solve(self, cuts: list[int], budget: int) -> bool:
-        limit = self._limit(0.5)
         answer = many_cuts(
-            self.structure, budget, cuts, time_limit=limit, gap=1e-9, most_variables=_VARIABLES
+            self.structure,
+            budget,
+            cuts,
+            time_limit=self._limit(0.5),
+            gap=1e-9,
+            nodes=NODES if self.counted else None,
+            most_variables=_VARIABLES,
         )
         if answer is None:
             return False
@@ -131,12 +147,13 @@ class _Ilp:
 
     def mend(self) -> None:
         """Evict until the budget is kept."""
-        limit = None if self.request.max_evaluations is not None else self.request.seconds_left + 1
+        limit = None if self.counted else self.request.seconds_left + 1
         if self.rank[0] == 0 or self.infeasible or not KERNELS.wait(limit):
             return
         searcher = Searcher(self.structure, self.request.seed)
         plan = searcher.found(self.best)
-        effort = Effort(math.inf, self.request.max_evaluations or 1_000_000)
+        most = self.request.max_evaluations
+        effort = Effort(math.inf, _MENDING if most is None else most)
         mended = plan and searcher.workers[0].repair(plan.ops, self.budget, effort)
         if mended:
             self._keep(searcher.schedule(mended))

@@ -16,6 +16,7 @@ import pulp
 Outcome = Literal["optimal", "feasible", "infeasible", "unknown"]
 Terms = Sequence[tuple[int, float]]
 
+NODES: Final = 200  # of a model where evaluations are counted instead of time
 _FEASIBLE: Final = 2  # highspy.SolutionStatus.kSolutionStatusFeasible
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from remat.solvers.manycut import many_cuts
-from remat.solvers.milp import MilpFailure
+from remat.solvers.milp import NODES, MilpFailure
 from remat.solvers.onecut import (
     CutAnswer,
     default_bytes,
@@ -34,7 +34,6 @@ _CUT_COUNTS: Final = (4, 8, 16, 32)
 _LP_VARIABLES: Final = 60_000
 _PACE: Final = 5e-5  # seconds a variable, until it was measured
 _MILP_VARIABLES: Final = 2_000
-_NODES: Final = 200  # of a MILP when evaluations are counted instead of time
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Prover:
             self.budget,
             cut,
             time_limit=self._limit(_MILP_SHARE),
-            nodes=_NODES if self.counted else None,
+            nodes=NODES if self.counted else None,
         )
         plan = None if answer.kept is None else schedule_of_cut(self.structure, cut, answer.kept)
         self._tell(answer, plan)
@@ -160,6 +159,7 @@ class Prover:
             self.budget,
             cuts,
             time_limit=self._limit(0.4),
+            nodes=NODES if self.counted else None,
             most_variables=min(most, _MILP_VARIABLES),
         )
         if exact is not None:

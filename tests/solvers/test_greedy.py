@@ -87,6 +87,14 @@ def test_a_long_chain_fits(share):
     assert timeline.seconds <= 1.6 * problem.base_seconds
 
 
+def test_no_evaluations_are_no_rounds():
+    problem = chain([4] * 21, [1.0] * 20)
+    budget = save_all(problem).peak // 2
+    proposal = solve_greedy(Request(problem, budget, max_evaluations=0))
+    assert simulate(problem, proposal.schedule).peak == save_all(problem).peak
+    assert simulate(problem, solve_greedy(Request(problem, budget)).schedule).peak <= budget
+
+
 def test_a_hopeless_budget_gets_the_least_peak_on_the_way():
     problem = chain([4] * 21, [1.0] * 20)
     timeline = simulate(problem, solve_greedy(Request(problem, 1)).schedule)

@@ -57,6 +57,7 @@ def test_an_effort_is_shared_out_and_used_up() -> None:
     assert effort.used == 0.3
     effort.spent = 100
     assert effort.over
+    assert Effort(NEVER, 0).over
     assert Effort(time.monotonic() - 1.0).over
 
 
