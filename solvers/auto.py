@@ -18,7 +18,6 @@ from typing import Final
 
 from remat.solvers.bounds import floor
 from remat.solvers.cold import KERNELS, plans_without_kernels
-from remat.solvers.compiled import UNCACHED
 from remat.solvers.keep import keep_everything
 from remat.solvers.prove import Prover
 from remat.solvers.registry import Proposal, Request, register
@@ -54,7 +53,7 @@ def least_peak_proposal(request: Request) -> Proposal:
         plans = [keep_everything(request.problem, structure)]
         plans += plans_without_kernels(structure, None, over)
         least = min(plans, key=lambda plan: simulate(request.problem, plan).peak)
-        return Proposal(least, structure.required_seconds, _complaints())
+        return Proposal(least, structure.required_seconds, KERNELS.complaints)
     searcher = Searcher(structure, request.seed)
     effort = Effort(request.deadline, request.max_evaluations)
     plan = least_peak_plan(searcher, effort)
@@ -70,11 +69,6 @@ def _clock(request: Request) -> Callable[[], bool]:
     """True when time is up; a second is granted in any case, to find anything at all."""
     until = max(request.deadline, time.monotonic() + 1.0)
     return lambda: time.monotonic() >= until
-
-
-def _complaints() -> tuple[str, ...]:
-    late = "the compiled search was not ready in time"
-    return (KERNELS.failure or late, *UNCACHED[:1])
 
 
 def least_peak_plan(searcher: Searcher, effort: Effort) -> Found:
@@ -151,7 +145,7 @@ class Auto:
     def _work(self) -> Searcher | None:
         """Search; the searcher, or None where it is not compiled yet."""
         if not KERNELS.wait(patience(self.request)):
-            self.failures += _complaints()
+            self.failures += KERNELS.complaints
             self._make_do()
             return None
         searcher = Searcher(self.structure, self.request.seed)

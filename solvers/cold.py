@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+from remat.solvers.compiled import UNCACHED
 from remat.solvers.milp import MilpFailure
 from remat.solvers.onecut import one_cut, promising_cuts, schedule_of_cut
 from remat.solvers.problem import Op, Problem, Value
@@ -42,8 +43,10 @@ class Kernels:
         return not self._thread.is_alive() and self.failure is None
 
     @property
-    def broken(self) -> bool:
-        return self.failure is not None
+    def complaints(self) -> tuple[str, ...]:
+        """Why there are no kernels, for people, where :meth:`wait` said so."""
+        late = "the compiled search was not ready in time"
+        return (self.failure or late, *UNCACHED[:1])
 
     def _prepare(self) -> None:
         try:

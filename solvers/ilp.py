@@ -148,7 +148,10 @@ class _Ilp:
     def mend(self) -> None:
         """Evict until the budget is kept."""
         limit = None if self.counted else self.request.seconds_left + 1
-        if self.rank[0] == 0 or self.infeasible or not KERNELS.wait(limit):
+        if self.rank[0] == 0 or self.infeasible:
+            return
+        if not KERNELS.wait(limit):
+            self.failures += KERNELS.complaints
             return
         searcher = Searcher(self.structure, self.request.seed)
         plan = searcher.found(self.best)

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import chain, problems
 
-from remat.solvers import auto, cold
+from remat.solvers import auto, cold, ilp
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.keep import keep_everything
+from remat.solvers.onecut import CutAnswer
 from remat.solvers.problem import Problem
+from remat.solvers.registry import Request
 from remat.solvers.search import Effort, Searcher, undominated
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
@@ -66,6 +68,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = cold.Kernels()
     monkeypatch.setattr(kernels, "wait", lambda seconds: False)
     monkeypatch.setattr(auto, "KERNELS", kernels)
+    monkeypatch.setattr(ilp, "KERNELS", kernels)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -81,9 +84,19 @@ def test_before_the_kernels_are_compiled_plans_are_found_all_the_same() -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_that_nothing_is_cached_is_said_where_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "UNCACHED", ["machine code is not cached: why"])
+    monkeypatch.setattr(cold, "UNCACHED", ["machine code is not cached: why"])
     least = least_peak(chain([8] * 9, [1.0] * 8), time_limit=0.1)
     assert least.failures[-1] == "machine code is not cached: why"
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_ilp_says_that_it_could_not_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ilp, "one_cut", lambda *arguments, **options: CutAnswer("unknown", 0.0))
+    monkeypatch.setattr(ilp, "many_cuts", lambda *arguments, **options: None)
+    problem = chain([8] * 9, [1.0] * 8)
+    budget = solve(problem, memory_budget=None).peak - 8
+    proposal = ilp.solve_ilp(Request(problem, budget, max_evaluations=10))
+    assert proposal.failures == ("the compiled search was not ready in time",)
 
 
 def test_kernels_that_cannot_be_compiled_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
