@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from remat.capture import check_trainable, fresh_function, plan_on_fake_tensors
 from remat.options import Options
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
-from remat.session import Session
+from remat.session import Session, refuse_breaks
 from remat.solvers.errors import InvalidOption, RematError
 
 _UNCOMPILED: Final = Unplanned(
@@ -33,6 +34,7 @@ class Compiled:
         self._model = model
         owner = model if isinstance(model, torch.nn.Module) else None
         self._session = Session(options, owner=owner)
+        self._breaks: Counter[str] = Counter()
         function = fresh_function(model)
         self._run = torch.compile(function, backend=self._session.backend, dynamic=False)
 
@@ -42,8 +44,12 @@ class Compiled:
         return self._session.plans
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = self._session.calls
+        before, breaks = self._session.calls, dynamo.graph_breaks()
         result = self._call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            # Remembered: later calls run what is compiled already, and break nothing anew.
+            self._breaks = self._breaks or dynamo.graph_breaks() - breaks
+            refuse_breaks(self._breaks)
         if self._session.calls == before:
             self._session.say(_UNCOMPILED)
         return result
@@ -57,7 +63,7 @@ class Compiled:
             raise
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_model", "_session", "_run"):
+        if name in ("_model", "_session", "_breaks", "_run"):
             raise AttributeError(name)
         return getattr(self._model, name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -18,7 +17,7 @@ from remat.partitioner import Ledger, partition
 from remat.passes.storages import main_device
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan
-from remat.session import refuse_break
+from remat.session import not_one_graph
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
 
 
@@ -58,18 +57,18 @@ def plan_on_fake_tensors(
         raise _Done
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        refuse_break(graph)
         eager.compile_graph(graph, inputs, partition=split, on_inference=_refuse_inference)
         raise CaptureError("AOTAutograd never split the graph; report this with the model")
 
-    run = torch.compile(fresh_function(fake_model, loss), backend=backend, dynamic=False)
-    breaks = dynamo.graph_breaks()
+    step = fresh_function(fake_model, loss)
+    run = torch.compile(step, backend=backend, dynamic=False, fullgraph=True)
     with mode, torch.enable_grad():
         try:
             run(*fake_args, **fake_kwargs)
+        except dynamo.Unsupported as error:
+            raise not_one_graph(dynamo.break_of(error)) from None
         except dynamo.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, _Done):
-                refuse_breaks(dynamo.graph_breaks() - breaks)
                 return made[0]
             if isinstance(error.inner_exception, RematError):
                 raise error.inner_exception from None
@@ -107,20 +106,6 @@ def fresh_function(
 
     code = step.__code__.replace(co_name=f"step_of_{type(model).__name__}")
     return FunctionType(code, step.__globals__, "step", step.__defaults__, step.__closure__)
-
-
-def refuse_breaks(reasons: Counter[str]) -> None:
-    """Refuse a step that was not one graph, though the graphs it left do not say so.
-
-    Raises:
-        CaptureError: with the reasons.
-    """
-    if reasons:
-        raise CaptureError(
-            f"the model is not one graph: {'; '.join(sorted(reasons))}. One memory budget over "
-            "several graphs is not in this version: remove what breaks the graph, or move it out "
-            "of the compiled function; TORCH_LOGS=graph_breaks shows the line"
-        )
 
 
 def _refuse_inference(_graph: fx.GraphModule) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,11 +213,27 @@ def refuse_break(graph: fx.GraphModule) -> None:
     """
     broken = dynamo.break_reason(graph)
     if broken is not None:
-        raise CaptureError(
-            f"the model was captured as more than one graph: {broken.line} breaks it "
-            f"({broken.reason}). One memory budget over several graphs is not in this version: "
-            "remove what breaks the graph, or move it out of the compiled function"
-        )
+        raise not_one_graph(broken)
+
+
+def refuse_breaks(reasons: Counter[str]) -> None:
+    """Refuse a step that was not one graph, though the graphs it left do not say so.
+
+    Raises:
+        CaptureError: with the reasons.
+    """
+    if reasons:
+        broken = dynamo.Break("something (TORCH_LOGS=graph_breaks shows its line)", min(reasons))
+        raise not_one_graph(broken)
+
+
+def not_one_graph(broken: dynamo.Break) -> CaptureError:
+    """The error for a step that is several graphs."""
+    return CaptureError(
+        f"the model was captured as more than one graph: {broken.line} breaks it "
+        f"({broken.reason}). One memory budget over several graphs is not in this version: "
+        "remove what breaks the graph, or move it out of the compiled function"
+    )
 
 
 def _trains(inputs: Sequence[Any]) -> bool:

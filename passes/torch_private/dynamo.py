@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import Unsupported as Unsupported
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -30,10 +32,28 @@ def break_reason(graph: fx.GraphModule) -> Break | None:
     found = getattr(graph, "compile_subgraph_reason", None)
     if found is None or not found.graph_break:
         return None
-    stack = list(found.user_stack or [])
-    line = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
-    source = f" `{stack[-1].line}`" if stack and stack[-1].line else ""
-    return Break(line + source, str(found.reason).strip().split("\n")[0])
+    return _break(found.user_stack, found.reason)
+
+
+def break_of(error: Unsupported) -> Break:
+    """What the error says that Dynamo raises when it may not break a graph."""
+    return _break(getattr(error, "real_stack", None), error)
+
+
+def _break(stack: Any, reason: object) -> Break:
+    last = list(stack)[-1] if stack else None
+    line = f"{last.filename}:{last.lineno}" if last else "an unknown line"
+    source = f" `{last.line}`" if last and last.line else ""
+    return Break(line + source, str(reason).strip().split("\n")[0])
+
+
+def graph_breaks() -> Counter[str]:
+    """How often each reason has broken a graph in this process.
+
+    A break inside a loop, or under a backward hook of a module, leaves graphs that say nothing of
+    it: Dynamo compiles the inner functions one by one, or not at all.
+    """
+    return Counter({str(reason).split("\n")[0]: n for reason, n in counters["graph_break"].items()})
 
 
 @contextlib.contextmanager

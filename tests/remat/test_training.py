@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat.solvers.errors import CaptureError
 from tests.models.steps import differences
 
 BUDGETS = (0.5, 0.0)
@@ -102,3 +103,33 @@ def test_an_assertion_inside_the_graph() -> None:
     assert not any("_assert_async" in note for note in plan.notes)
     with pytest.raises(RuntimeError, match="too large"):
         remat.compile(net, memory_budget=0.0, time_limit=0.3)(batch(1) * 1e7)
+
+
+class BreaksInLoop(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + x
+            if index == 1:
+                print("in a loop")
+        return x
+
+
+def backward_hook() -> nn.Module:
+    net = Net()
+    net.layers[1].register_full_backward_hook(lambda module, given, got: None)
+    return net
+
+
+# Dynamo looks at the gradient of what it goes on with after the break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("build", [BreaksInLoop, backward_hook])
+def test_a_break_that_leaves_no_trace_in_a_graph_is_refused(build: Callable[[], nn.Module]) -> None:
+    net = build()
+    run = remat.compile(net, memory_budget=0.5, time_limit=0.3, on_unplanned="ignore")
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="more than one graph"):
+            run(batch(1))
+    with pytest.raises(CaptureError, match=r"\.py:\d+ `.*` breaks it"):
+        remat.plan(net, (batch(1),), loss=torch.sum, memory_budget=0.5, time_limit=0.3)
+    with torch.no_grad():
+        assert torch.equal(run(batch(1)), net(batch(1)))
