@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from remat.solvers import auto as _auto
 from remat.solvers import chain as _chain  # noqa: F401  importing a solver's module registers it
@@ -25,6 +26,7 @@ from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
 _PROVEN = 1e-9
+_LEAST_SHARE: Final = 0.2  # of the time limit, for the least peak where the time is used up
 
 Progress = Callable[[float | None, float], None]
 
@@ -62,7 +64,9 @@ def solve(
     Returns:
         A solution whatever happens on the way: a solver that crashed is noted in ``failures``. A
         budget that is proven too small has status ``infeasible``, one that no plan was found for
-        ``not found``; both carry the plan with the least peak that was found.
+        ``not found``; both carry the plan with the least peak that is found, whoever was asked.
+        Where that one fits though the solver asked for found none, it is the answer, and
+        ``failures`` says so.
 
     Raises:
         InvalidOption: an unknown solver, or an argument that cannot mean anything.
@@ -88,6 +92,8 @@ def solve(
     judge.hear(solver, proposal.schedule)
     if judge.best is None or (not judge.fits and solver == "auto"):
         judge.hear("keep", keep_everything(problem))
+    if not judge.fits and (solver != "auto" or proposal.infeasible):
+        _lower(solver, request, time_limit, judge)
     return judge.solution(proposal, time.monotonic() - began)
 
 
@@ -115,13 +121,9 @@ def least_peak(
     )
     judge = _Judge(problem, 0, None)
     judge.hear("keep", keep_everything(problem))
-    try:
-        proposal = _auto.least_peak_proposal(request)
-    except Exception as error:  # noqa: BLE001  a plan is there; what failed is reported with it
-        proposal = Proposal(None, failures=(f"least_peak: {_describe(error)}",))
-    judge.hear("auto", proposal.schedule)
+    judge.hear("auto", _ask_least_peak(request, judge))
     judge.memory_budget = judge.peak
-    return judge.solution(proposal, time.monotonic() - began)
+    return judge.solution(Proposal(None), time.monotonic() - began)
 
 
 def _ask(solver: str, request: Request, judge: _Judge) -> Proposal:
@@ -133,6 +135,29 @@ def _ask(solver: str, request: Request, judge: _Judge) -> Proposal:
     except Exception as error:  # noqa: BLE001  the caller gets the best valid plan and the reason
         judge.failures.append(f"{solver}: {_describe(error)}")
         return Proposal(None)
+
+
+def _ask_least_peak(request: Request, judge: _Judge) -> Schedule | None:
+    try:
+        proposal = _auto.least_peak_proposal(request)
+    except Exception as error:  # noqa: BLE001  a plan is there; what failed is reported with it
+        judge.failures.append(f"least_peak: {_describe(error)}")
+        return None
+    judge.failures += proposal.failures
+    return proposal.schedule
+
+
+def _lower(solver: str, request: Request, time_limit: float, judge: _Judge) -> None:
+    """Look for the least peak where no plan fits: with the time left, and a share in any case.
+
+    That plan may fit after all. Then it is the answer, and a note says whose it is not.
+    """
+    deadline = max(request.deadline, time.monotonic() + _LEAST_SHARE * time_limit)
+    judge.hear("auto", _ask_least_peak(replace(request, deadline=deadline), judge))
+    if judge.fits:
+        judge.failures.append(
+            f"{solver}: found no plan within the budget; this is that with the least peak"
+        )
 
 
 def _describe(error: Exception) -> str:

@@ -199,16 +199,39 @@ def test_a_plan_that_fits_refutes_a_proof_that_none_does(monkeypatch: pytest.Mon
 
 
 def test_what_is_impossible_is_impossible_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    curve = frontier(narrow_cut(), [101, 105, 110], solver="keep")
+    curve = frontier(narrow_cut(), [101, 105, 110], solver="keep", max_evaluations=50)
     assert [point.status for point in curve] == ["not found", "not found", "optimal"]
 
     def proves(request: Request) -> Proposal:
         return Proposal(None, infeasible=request.memory_budget == 105)
 
     monkeypatch.setitem(SOLVERS, "keep", proves)
-    curve = frontier(narrow_cut(), [101, 105, 110], solver="keep")
+    curve = frontier(narrow_cut(), [101, 105, 110], solver="keep", max_evaluations=50)
     assert [point.status for point in curve] == ["infeasible", "infeasible", "optimal"]
     assert [point.peak_lower_bound for point in curve] == [106, 106, 106]
+
+
+@pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"auto"}))
+def test_whoever_is_asked_a_budget_too_small_brings_the_least_peak(solver: str) -> None:
+    problem = chain([5, 3, 7, 2, 6, 4, 5, 3], [1.0, 2.0, 3.0, 1.0, 2.0, 1.0, 1.0])
+    layered = [replace(op, layer=f"layers.{k % 7}") for k, op in enumerate(problem.ops)]
+    problem = replace(problem, ops=tuple(layered))
+    least = least_peak(problem, max_evaluations=FEW)
+    found = solve(
+        problem, memory_budget=least.peak_lower_bound - 1, solver=solver, max_evaluations=FEW
+    )
+    assert found.status == "infeasible"
+    assert found.peak == least.peak
+
+
+def test_a_solver_that_misses_what_others_reach_is_noted() -> None:
+    problem = chain([4] * 8, [1.0] * 7)
+    budget = solve(problem, memory_budget=None).peak - 4
+    found = solve(problem, memory_budget=budget, solver="keep", max_evaluations=FEW)
+    assert (found.fits, found.solver) == (True, "auto")
+    assert found.failures == (
+        "keep: found no plan within the budget; this is that with the least peak",
+    )
 
 
 def test_a_solver_that_crashes_costs_nothing_but_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +271,8 @@ def test_every_solver_honours_the_judge(solver: str) -> None:
     problem = chain([5, 3, 7, 2, 6, 4, 5, 3], [1.0, 2.0, 3.0, 1.0, 2.0, 1.0, 1.0])
     keep = solve(problem, memory_budget=None)
     found = solve(problem, memory_budget=keep.peak - 3, solver=solver, max_evaluations=FEW)
-    assert found.failures == ()
+    heedless = [f"{solver}: found no plan within the budget; this is that with the least peak"]
+    assert list(found.failures) in ([], heedless)
     assert simulate(problem, found.schedule) == found.timeline
     assert found.fits == (found.peak <= keep.peak - 3)
 
