@@ -170,6 +170,11 @@ def _check_node(node: fx.Node) -> None:
             f"the graph passes a random state or backward state in ({node.target}); turn off "
             "torch._functorch.config.functionalize_rng_ops and compiled autograd for this model"
         )
+    if getattr(node.target, "__name__", "") == "with_effects":
+        raise CaptureError(
+            f"{node.args[1]} has an effect that torch orders by tokens, which this version cannot "
+            "plan: move it out of the compiled function"
+        )
     value = node.meta.get("val")
     for item in value if isinstance(value, tuple | list) else (value,):
         if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):

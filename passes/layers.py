@@ -13,6 +13,7 @@ from torch import fx
 
 _SUBSCRIPT = re.compile(r"""\[(?:'([^']*)'|"([^"]*)"|([^\]]*))\]""")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_CELL = re.compile(r"^(?:\w+\.)*__closure__\.\d+\.cell_contents(?:\.|$)")
 _PREFIXES = ("L.self.", "L.fn.", "L.model.", "L.", "self.", "G.")
 
 
@@ -40,7 +41,8 @@ def normalise(path: str) -> str:
     """``L['self'].transformer.h.0.attn`` or ``L['self']._modules['h']['0']`` as a dotted path."""
     dotted = _SUBSCRIPT.sub(lambda m: "." + (m.group(1) or m.group(2) or m.group(3) or ""), path)
     parts = [part for part in dotted.split(".") if part and part not in ("_modules", "_orig_mod")]
-    dotted = ".".join(parts)
+    # A step function finds its model in its closure: that is no part of the model's paths.
+    dotted = _CELL.sub("", ".".join(parts))
     for prefix in _PREFIXES:
         if f"{dotted}.".startswith(prefix):
             return dotted[len(prefix) :]

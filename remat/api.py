@@ -67,6 +67,10 @@ class Compiled:
             raise AttributeError(name)
         return getattr(self._model, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is compiled anew: compiled code would train the original.
+        return Compiled, (self._model, self._session.options)
+
     def __repr__(self) -> str:
         return f"remat.compile({self._model!r})"
 

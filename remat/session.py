@@ -57,6 +57,12 @@ class Session:
 
     def backend(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What ``torch.compile`` calls for every graph it captures."""
+        for item in example_inputs:
+            if isinstance(item, torch.SymInt):
+                raise CaptureError(
+                    f"an input has a dynamic size ({item}); this version plans static sizes: "
+                    "compile with dynamic=False, so that every size gets its own plan"
+                )
         if _trains(example_inputs):
             refuse_break(graph)
         runner = GraphRunner(self, graph, example_inputs)

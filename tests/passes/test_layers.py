@@ -31,3 +31,8 @@ def test_nearly_every_node_of_a_model_has_a_layer_and_a_line() -> None:
     assert found[gelu].endswith("1")
     assert sum(bool(found[node]) for node in calls) >= 0.8 * len(calls)
     assert "passes/test_layers.py:" in source_line(gelu)
+
+
+def test_the_closure_of_a_step_function_is_no_layer() -> None:
+    assert normalise("L['fn'].__closure__[0].cell_contents.layers.1") == "layers.1"
+    assert normalise("L['self'].__closure__[0].cell_contents") == ""

@@ -133,3 +133,32 @@ def test_a_break_that_leaves_no_trace_in_a_graph_is_refused(build: Callable[[], 
         remat.plan(net, (batch(1),), loss=torch.sum, memory_budget=0.5, time_limit=0.3)
     with torch.no_grad():
         assert torch.equal(run(batch(1)), net(batch(1)))
+
+
+def test_a_copy_trains_itself() -> None:
+    net = Net()
+    run = remat.compile(net, memory_budget=0.0, time_limit=0.3)
+    run(batch(1)).sum().backward()
+    net.zero_grad()
+    twin = copy.deepcopy(run)
+    twin(batch(1)).sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert len(twin.plans) == 1
+
+
+def test_a_dynamic_size_is_refused_in_words() -> None:
+    options = {"memory_budget": 0.0, "time_limit": 0.3}
+    run = torch.compile(Net(), backend="remat", options=options, dynamic=True)
+    with pytest.raises(Exception, match="CaptureError: an input has a dynamic size") as caught:
+        run(batch(1))
+    assert isinstance(caught.value.inner_exception, CaptureError)
+
+
+def test_an_effect_ordered_by_tokens_is_refused_by_name() -> None:
+    class Singular(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.solve(x.T @ x + torch.eye(32), super().forward(x).T).sum()
+
+    with pytest.raises(CaptureError, match="orders by tokens"):
+        remat.compile(Singular(), memory_budget=0.0)(batch(1))
