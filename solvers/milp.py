@@ -43,21 +43,31 @@ class ModelAnswer:
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS interface that takes a start and keeps what HiGHS itself reports."""
+    """PuLP's HiGHS interface that takes a start and keeps what HiGHS itself reports.
 
-    def __init__(self, start: Mapping[int, float] | None, **options: Any) -> None:
+    PuLP leaves out variables that no row and no cost names, so the columns of HiGHS are matched
+    with ``count`` variables by name; those left out are 0.
+    """
+
+    def __init__(self, start: Mapping[int, float] | None, count: int, **options: Any) -> None:
         super().__init__(msg=False, threads=1, **options)
-        self.start = start or {}
+        self.start, self.count = start or {}, count
         self.report: tuple[str, Any, tuple[float, ...]] | None = None
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         highs = lp.solverModel
-        if self.start:
-            columns = list(self.start)
-            highs.setSolution(len(columns), columns, [self.start[c] for c in columns])
+        named = [(at, variable.name) for at, variable in enumerate(lp.variables())]
+        index_of = {at: int(name[1:]) for at, name in named if name.startswith("x")}
+        started = [at for at, index in index_of.items() if index in self.start]
+        if started:
+            highs.setSolution(len(started), started, [self.start[index_of[at]] for at in started])
         highs.run()
         status = highs.modelStatusToString(highs.getModelStatus())
-        self.report = status, highs.getInfo(), tuple(highs.getSolution().col_value)
+        values = [0.0] * self.count
+        for at, value in enumerate(highs.getSolution().col_value):
+            if at in index_of:
+                values[index_of[at]] = value
+        self.report = status, highs.getInfo(), tuple(values)
 
 
 @dataclass
@@ -108,7 +118,7 @@ class Model:
             options["timeLimit"] = max(0.05, time_limit)
         if nodes is not None:
             options["mip_max_nodes"] = nodes
-        solver = _Highs(start, **options)
+        solver = _Highs(start, len(self._variables), **options)
         try:
             self._lp.solve(solver)
         except (pulp.PulpError, RuntimeError, LookupError, AttributeError, TypeError) as error:
@@ -123,7 +133,7 @@ def _read(status: str, info: Any, values: tuple[float, ...], *, relaxed: bool) -
     if status == "Infeasible":
         return ModelAnswer("infeasible", math.inf, math.inf)
     if status == "Empty":
-        return ModelAnswer("optimal", 0.0, 0.0)
+        return ModelAnswer("optimal", 0.0, 0.0, values)
     found = info.primal_solution_status == _FEASIBLE
     objective = info.objective_function_value if found else math.inf
     if status == "Optimal":

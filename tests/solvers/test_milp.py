@@ -53,6 +53,17 @@ def test_an_empty_model_is_solved() -> None:
     assert Model().solve(time_limit=1.0).outcome == "optimal"
 
 
+def test_variables_that_nothing_names_do_not_shift_the_others() -> None:
+    model = Model()
+    unnamed, wanted, also_unnamed = (model.variable() for _ in range(3))
+    model.at_least([(wanted, 1.0)], 1.0)
+    answer = model.solve(time_limit=10.0, start={unnamed: 1.0, wanted: 1.0})
+    assert [round(answer.values[i]) for i in (unnamed, wanted, also_unnamed)] == [0, 1, 0]
+    nothing = Model()
+    nothing.variable()
+    assert nothing.solve(time_limit=10.0).values == (0.0,)
+
+
 def test_a_start_is_handed_over() -> None:
     answer = knapsack().solve(time_limit=10.0, start={0: 1.0, 1: 1.0, 2: 0.0})
     assert answer.objective == pytest.approx(-80)
