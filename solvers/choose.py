@@ -26,6 +26,7 @@ from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
 _PROVEN = 1e-9
+_TOLERANCE = 1e-6  # relative, of bounds: what HiGHS is exact to
 _LEAST_SHARE: Final = 0.2  # of the time limit, for the least peak where the time is used up
 
 Progress = Callable[[float | None, float], None]
@@ -212,8 +213,7 @@ class _Judge:
     def solution(self, proposal: Proposal, solve_time: float) -> Solution:
         assert self.best is not None
         floor_bytes, floor_op = self._floor(proposal)
-        required = self.structure.required_seconds
-        bound = max(required, proposal.lower_bound) if self.fits else required
+        bound = self._bound(proposal)
         return Solution(
             problem_key=self.problem.key,
             schedule=self.best.schedule,
@@ -227,6 +227,21 @@ class _Judge:
             solve_time=solve_time,
             failures=(*self.failures, *proposal.failures),
         )
+
+    def _bound(self, proposal: Proposal) -> float:
+        """Seconds nothing is faster than; a bound that the best plan refutes is noted, not used."""
+        assert self.best is not None
+        required, seconds = self.structure.required_seconds, self.best.timeline.seconds
+        if not self.fits:
+            return required
+        if proposal.lower_bound > seconds * (1 + _TOLERANCE):
+            self.failures.append(
+                f"the bound of {proposal.lower_bound:.6g} s is refuted by the plan of "
+                f"{seconds:.6g} s from {self.best.solver!r}: a schedule outside the class that "
+                "bounds speak of (an early deferred op, a transfer), or a wrong bound"
+            )
+            return required
+        return max(required, proposal.lower_bound)
 
     def _floor(self, proposal: Proposal) -> tuple[int, int]:
         """(bytes nothing peaks below, op that sets it); cuts that leave no room set no single op.

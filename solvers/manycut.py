@@ -21,6 +21,9 @@ than that of one cut, because it may spread a run over intervals. A deferred op 
 interval of its first demand (not before, there at no cost), and what it writes is not resident
 earlier. Values that are always there (outputs of forward) have no variables.
 
+That is where the class of schedules says so; the judge accepts a deferred op that runs earlier, and
+such a schedule may beat the bounds of this file (not those of one cut, which hold for it too).
+
 Every schedule of the class within B satisfies the rows with the same meaning of s and r, and takes
 the required seconds plus the objective at least: the bounds are valid. Memory between the cuts is
 not limited, so a plan may peak above B and must be simulated.
