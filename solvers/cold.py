@@ -103,6 +103,8 @@ def _tightened(
     structure: Structure, memory_budget: int, over: Callable[[], bool]
 ) -> Iterator[Schedule]:
     """One-cut plans of ever smaller budgets, until one of them peaks within ``memory_budget``."""
+    if not structure.order:
+        return
     cut, target = promising_cuts(structure, 1)[0], memory_budget
     for _ in range(_ROUNDS):
         if over():

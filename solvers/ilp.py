@@ -92,6 +92,8 @@ class _Ilp:
 
     def one(self) -> None:
         """One cut, where keeping everything peaks."""
+        if not self.structure.order:  # deferred ops alone: there is no moment to cut at
+            return
         cut = promising_cuts(self.structure, 1)[0]
         answer = one_cut(
             self.structure,

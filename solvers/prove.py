@@ -90,6 +90,8 @@ class Prover:
         return math.inf if self.counted else self.time_left * share
 
     def _climb(self) -> None:
+        if not self.structure.order:  # deferred ops alone: there is no moment to cut at
+            return
         cuts = self._ranked_cuts()
         if not self.infeasible:
             self._one(cuts[0])
@@ -139,7 +141,9 @@ class Prover:
 
     def _several(self, cuts: list[int]) -> None:
         began = time.monotonic()
-        most = min(_LP_VARIABLES, int(0.5 * self.time_left / self.pace))
+        most = _LP_VARIABLES
+        if not self.counted:
+            most = min(most, int(0.5 * self.time_left / self.pace))
         relaxed = many_cuts(
             self.structure,
             self.budget,

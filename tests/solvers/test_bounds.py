@@ -7,19 +7,23 @@ import math
 import brute
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import problems
+from strategies import chain, problems
 
 from remat.solvers.bounds import floor
 from remat.solvers.manycut import many_cuts
 from remat.solvers.onecut import one_cut
 from remat.solvers.problem import Op, Problem, Value
+from remat.solvers.prove import Prover
+from remat.solvers.registry import Request
+from remat.solvers.schedule import Schedule
+from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
 TOLERANCE = 1e-6
 
 
 @settings(max_examples=80, deadline=None)
-@given(problems())
+@given(problems(max_deferred=2))
 def test_floor_is_never_above_the_least_peak(problem: Problem) -> None:
     assert floor(problem)[0] <= brute.least_peak(problem)[0]
 
@@ -51,7 +55,7 @@ def test_floor_keeps_what_may_not_run_again() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(problems(), st.floats(0, 1), st.booleans())
+@given(problems(max_deferred=2), st.floats(0, 1), st.booleans())
 def test_one_cut_is_never_above_the_optimum(problem: Problem, share: float, relaxed: bool) -> None:
     structure = Structure(problem)
     least, _ = brute.least_peak(problem)
@@ -65,7 +69,7 @@ def test_one_cut_is_never_above_the_optimum(problem: Problem, share: float, rela
 
 
 @settings(max_examples=60, deadline=None)
-@given(problems(), st.floats(0, 1), st.booleans(), st.data())
+@given(problems(max_deferred=2), st.floats(0, 1), st.booleans(), st.data())
 def test_many_cuts_are_never_above_the_optimum(
     problem: Problem, share: float, relaxed: bool, data: st.DataObject
 ) -> None:
@@ -105,3 +109,49 @@ def test_only_budgets_that_nothing_fits_are_called_infeasible(
             == "infeasible"
         ):
             assert budget < least
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_deferred=2), st.floats(0, 1), st.integers(1, 4))
+def test_what_several_cuts_report_is_true(problem: Problem, share: float, count: int) -> None:
+    structure = Structure(problem)
+    if structure.forward_end == len(structure.order):
+        return
+    least, _ = brute.least_peak(problem)
+    budget = least + int(share * 10)
+    optimum = brute.least_seconds(problem, budget)
+    assert optimum is not None
+    heard: list[tuple[float, Schedule | None]] = []
+    prover = Prover(
+        Request(problem, budget, max_evaluations=1),
+        structure,
+        budget,
+        lambda bound, plan: heard.append((bound, plan)),
+        lambda: math.inf,
+    )
+    prover._several(prover._spread(count))
+    assert not prover.infeasible
+    assert heard
+    for bound, plan in heard:
+        assert bound <= optimum[0] + TOLERANCE
+        if plan is not None:
+            assert simulate(problem, plan).seconds >= structure.required_seconds - TOLERANCE
+
+
+def test_several_cuts_prove_and_plan_what_one_cannot() -> None:
+    problem = chain([4] * 9, [1.0] * 8)
+    structure = Structure(problem)
+    least, _ = brute.least_peak(problem)
+    heard: list[tuple[float, Schedule | None]] = []
+    prover = Prover(
+        Request(problem, least, max_evaluations=1),
+        structure,
+        least,
+        lambda bound, plan: heard.append((bound, plan)),
+        lambda: math.inf,
+    )
+    prover._one(prover._ranked_cuts()[0])
+    one = max(bound for bound, _ in heard)
+    prover._several(prover._spread(8))
+    assert max(bound for bound, _ in heard) > one + TOLERANCE
+    assert heard[-1][1] is not None

@@ -198,6 +198,18 @@ def test_a_plan_that_fits_refutes_a_proof_that_none_does(monkeypatch: pytest.Mon
     assert found.failures == ("110 bytes were proven too few, but a plan fits them",)
 
 
+def test_a_bound_that_a_plan_refutes_is_noted_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = chain([4] * 5, [1.0] * 4)
+    keep = keep_everything(problem)
+    monkeypatch.setitem(SOLVERS, "boastful", lambda request: Proposal(keep, lower_bound=12.5))
+    found = solve(problem, memory_budget=10**6, solver="boastful")
+    assert found.seconds == found.lower_bound == 12.0
+    assert len(found.failures) == 1
+    assert "the bound of 12.5 s is refuted by the plan of 12 s" in found.failures[0]
+    monkeypatch.setitem(SOLVERS, "exact", lambda request: Proposal(keep, 12.0 * (1 + 1e-9)))
+    assert solve(problem, memory_budget=10**6, solver="exact").failures == ()
+
+
 def test_what_is_impossible_is_impossible_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = frontier(narrow_cut(), [101, 105, 110], solver="keep", max_evaluations=50)
     assert [point.status for point in curve] == ["not found", "not found", "optimal"]
@@ -318,6 +330,14 @@ def test_without_a_clock_evaluations_end_the_search() -> None:
         least_peak(problem, time_limit=math.inf)
     with pytest.raises(InvalidOption, match="the search would never end"):
         frontier(problem, time_limit=math.inf)
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp"])
+def test_deferred_ops_alone_are_a_problem_too(solver: str) -> None:
+    values = (Value("a", 1), Value("b", 2, output="backward"))
+    ops = (Op("d0", "deferred", (), (0,)), Op("d1", "deferred", (0,), (1,)))
+    found = solve(Problem(values, ops), memory_budget=2, solver=solver, max_evaluations=50)
+    assert (found.status, found.peak, found.failures) == ("not found", 3, ())
 
 
 def test_fixed_bytes_are_part_of_the_budget() -> None:

@@ -34,7 +34,7 @@ def budgets(draw, problem_strategy):
 
 
 @pytest.mark.parametrize("name", sorted(SOLVERS))
-@given(case=budgets(strategies.problems(layers=2)), every=st.integers(1, 3))
+@given(case=budgets(strategies.problems(max_deferred=2, layers=2)), every=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_the_judge_accepts_every_plan(name, case, every):
     problem, budget = case
@@ -56,7 +56,7 @@ def test_the_judge_accepts_every_plan(name, case, every):
 
 
 @pytest.mark.parametrize("name", sorted(set(SOLVERS) - set(HEEDLESS)))
-@given(problem=strategies.problems())
+@given(problem=strategies.problems(max_deferred=2))
 @settings(max_examples=30, deadline=None)
 def test_with_room_for_everything_nothing_is_recomputed(name, problem):
     everything = save_all(problem)
@@ -68,7 +68,7 @@ def test_with_room_for_everything_nothing_is_recomputed(name, problem):
 
 
 @pytest.mark.parametrize("name", sorted(SOLVERS))
-@given(case=budgets(strategies.problems(layers=2)))
+@given(case=budgets(strategies.problems(max_deferred=2, layers=2)))
 @settings(max_examples=30, deadline=None)
 def test_names_do_not_matter(name, case):
     problem, budget = case
@@ -80,7 +80,7 @@ def test_names_do_not_matter(name, case):
 
 
 @pytest.mark.parametrize("name", sorted(SOLVERS))
-@given(problem=strategies.problems(layers=2))
+@given(problem=strategies.problems(max_deferred=2, layers=2))
 @settings(max_examples=20, deadline=None)
 def test_the_same_question_has_the_same_answer(name, problem):
     if name == "every_n_layers" and len(problem.forward) < 2:
@@ -89,7 +89,7 @@ def test_the_same_question_has_the_same_answer(name, problem):
     assert ask(name, problem, budget) == ask(name, problem, budget)
 
 
-@given(case=budgets(strategies.problems()))
+@given(case=budgets(strategies.problems(max_deferred=2)))
 @settings(max_examples=40, deadline=None)
 def test_auto_fits_or_proves_that_nothing_does(case):
     problem, budget = case
