@@ -134,7 +134,9 @@ class Worker:
         most: float = math.inf,
         noise: float = 0.0,
     ) -> Found | None:
-        """Evict until ``budget`` is kept, then take out what is not needed; None if that fails.
+        """Evict until ``budget`` is kept, then, if effort is left, take out what is not needed.
+
+        None if the budget is not reached within the effort.
 
         ``noise`` makes it greedy at random: another plan every time.
         """
@@ -156,8 +158,10 @@ class Worker:
         if not done:
             return None
         before = int(self.scratch.facts[EVALUATIONS])
-        sweep(self.arrays, self.sequence, self.scratch, budget)
-        fill(self.arrays, self.sequence, self.scratch, self.memory, budget, _WIDTH)
+        if not effort.over:  # either may take seconds on ten thousand ops
+            sweep(self.arrays, self.sequence, self.scratch, budget)
+        if not effort.over:
+            fill(self.arrays, self.sequence, self.scratch, self.memory, budget, _WIDTH)
         effort.spent += int(self.scratch.facts[EVALUATIONS]) - before
         return self.found()
 

@@ -14,6 +14,7 @@ from remat.solvers.choose import solve
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule
 from remat.solvers.search import Effort, Found, Searcher
+from remat.solvers.structure import Structure
 
 PROBLEM = chain([4] * 8, [1.0] * 7)
 BUDGET = solve(PROBLEM, memory_budget=None).peak - 8
@@ -92,6 +93,17 @@ def test_before_the_kernels_are_compiled_a_late_plan_is_judged_too(
     monkeypatch.setattr(auto, "plans_without_kernels", lambda *arguments: iter(()))
     monkeypatch.setattr(auto, "Prover", late_prover(lambda stopped: stopped.wait()))
     assert solve(PROBLEM, memory_budget=BUDGET, time_limit=0.2).fits
+
+
+def test_plans_that_fit_are_used_where_there_is_no_effort_to_polish_them() -> None:
+    problem = chain([4] * 33, [1.0] * 32)
+    keep = solve(problem, memory_budget=None)
+    searcher = Searcher(Structure(problem))
+    fitting = [plan for plan in searcher.seeds if plan.peak <= keep.peak // 2]
+    found = solve(problem, memory_budget=keep.peak // 2, max_evaluations=0)
+    assert len(fitting) > 1
+    assert found.fits
+    assert found.seconds <= min(plan.seconds for plan in fitting)
 
 
 def test_where_lowering_gives_up_random_tries_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
