@@ -20,13 +20,12 @@ from remat.solvers.bounds import floor
 from remat.solvers.cold import KERNELS, plans_without_kernels
 from remat.solvers.keep import keep_everything
 from remat.solvers.prove import Prover
-from remat.solvers.registry import Proposal, Request, register
+from remat.solvers.registry import PROVEN, Proposal, Request, register
 from remat.solvers.schedule import Schedule
 from remat.solvers.search import Effort, Found, Searcher
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
-_PROVEN = 1e-9
 _MOMENT: Final = 0.05  # seconds between two looks at what the proving thread found
 _GRACE: Final = 1.0  # seconds after the deadline for the only plan that may fit
 _IDLE: Final = 20  # tries in a row that price nothing, before the search is given up
@@ -209,7 +208,7 @@ class Auto:
         """Whether the best plan is within the gap."""
         if plan is not None:
             self._note(plan)
-        return self._gap() <= max(self.request.gap, _PROVEN)
+        return self._gap() <= max(self.request.gap, PROVEN)
 
     def _gap(self) -> float:
         """How far, relatively, the best plan is from the bound; infinite without a plan."""
@@ -287,6 +286,8 @@ class Auto:
             effort.charge(part)
             if mended is not None:
                 plans.append(mended)
+            elif plan.peak <= self.budget:  # there was no time to polish it
+                plans.append(plan)
         return plans
 
     def _arrivals(self, searcher: Searcher, grace: float = 0.0) -> list[Found]:

@@ -20,12 +20,11 @@ from remat.solvers.bounds import floor
 from remat.solvers.errors import InvalidOption, InvalidSchedule
 from remat.solvers.keep import keep_everything
 from remat.solvers.problem import Link, Problem
-from remat.solvers.registry import Proposal, Request, find
+from remat.solvers.registry import PROVEN, Proposal, Request, find
 from remat.solvers.schedule import Schedule, Solution, Status, Timeline
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
-_PROVEN = 1e-9
 _TOLERANCE = 1e-6  # relative, of bounds: what HiGHS is exact to
 _LEAST_SHARE: Final = 0.2  # of the time limit, for the least peak where the time is used up
 
@@ -262,7 +261,7 @@ class _Judge:
         if not self.fits:
             under = self.memory_budget is not None and self.memory_budget < floor_bytes
             return "infeasible" if under else "not found"
-        return "optimal" if self.best.timeline.seconds <= bound * (1 + _PROVEN) else "feasible"
+        return "optimal" if self.best.timeline.seconds <= bound * (1 + PROVEN) else "feasible"
 
 
 def _check(

@@ -9,9 +9,8 @@ from dataclasses import replace
 from remat.solvers.choose import Progress, least_peak, solve
 from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Problem
+from remat.solvers.registry import PROVEN
 from remat.solvers.schedule import Schedule, Solution
-
-_PROVEN = 1e-9
 
 
 def frontier(
@@ -82,7 +81,7 @@ def _share_bounds(solutions: list[Solution]) -> list[Solution]:
             solution = _with_peak_bound(solution, least)
         if solution.fits:
             bound = max(bound, min(solution.lower_bound, solution.seconds))
-            proven = solution.seconds <= bound * (1 + _PROVEN)
+            proven = solution.seconds <= bound * (1 + PROVEN)
             solution = replace(
                 solution, lower_bound=bound, status="optimal" if proven else solution.status
             )

@@ -18,7 +18,7 @@ from remat.solvers.keep import keep_everything
 from remat.solvers.manycut import many_cuts
 from remat.solvers.milp import NODES, MilpFailure
 from remat.solvers.onecut import CutAnswer, one_cut, promising_cuts, schedule_of_cut
-from remat.solvers.registry import Proposal, Request, register
+from remat.solvers.registry import PROVEN, Proposal, Request, register
 from remat.solvers.schedule import Schedule
 from remat.solvers.search import Effort, Searcher
 from remat.solvers.simulate import simulate
@@ -79,7 +79,7 @@ class _Ilp:
     @property
     def done(self) -> bool:
         """Proven optimal or impossible, within the gap, or out of time."""
-        close = self.rank[1] - self.bound <= max(self.request.gap, 1e-9) * self.rank[1]
+        close = self.rank[1] - self.bound <= max(self.request.gap, PROVEN) * self.rank[1]
         out_of_time = not self.counted and self.request.seconds_left < 0.1
         return self.infeasible or out_of_time or (self.rank[0] == 0 and close)
 

@@ -177,7 +177,7 @@ class Problem:
             "cost": self.cost,
             "fixed_bytes": self.fixed_bytes,
             "values": [asdict(value) for value in self.values],
-            "ops": [asdict(op) for op in self.ops],
+            "ops": [{**asdict(op), "seconds": float(op.seconds) + 0.0} for op in self.ops],
         }
 
     @staticmethod
@@ -250,7 +250,8 @@ def _check_ops(problem: Problem) -> None:
     for op in problem.ops:
         if op.phase not in ("forward", "deferred", "backward"):
             raise InvalidProblem(f"op {op.name!r} has an unknown phase {op.phase!r}")
-        if not (isinstance(op.seconds, int | float) and 0 <= op.seconds < math.inf):
+        is_number = isinstance(op.seconds, int | float) and not isinstance(op.seconds, bool)
+        if not (is_number and 0 <= op.seconds < math.inf):
             raise InvalidProblem(
                 f"op {op.name!r} takes {op.seconds!r} seconds; needs a finite number >= 0"
             )
@@ -258,7 +259,7 @@ def _check_ops(problem: Problem) -> None:
             if not _is_count(number):
                 raise InvalidProblem(f"op {op.name!r} has {what} {number!r}; needs an int >= 0")
         for value in (*op.reads, *op.writes):
-            if not (isinstance(value, int) and 0 <= value < count):
+            if not (_is_count(value) and value < count):
                 raise InvalidProblem(f"op {op.name!r} names value {value!r}; there are {count}")
         for name, indices in (("reads", op.reads), ("writes", op.writes)):
             if len(set(indices)) != len(indices):

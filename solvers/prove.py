@@ -19,7 +19,7 @@ from remat.solvers.onecut import (
     promising_cuts,
     schedule_of_cut,
 )
-from remat.solvers.registry import Request
+from remat.solvers.registry import PROVEN, Request
 from remat.solvers.schedule import Schedule
 from remat.solvers.structure import Structure
 
@@ -27,7 +27,6 @@ _SCANNED: Final = 3  # cuts whose LP relaxation is solved
 _SCAN_SHARE: Final = 0.1  # of the time, after which the scan ends
 _SCANNED_SIZE: Final = 4_000  # ops and values above which the fullest moment is taken unscanned
 _MILP_SHARE: Final = 0.7
-_PROVEN: Final = 1e-9
 _SMALL_GAP: Final = 1e-4  # several cuts are not worth their time where less than this is open
 _OTHERS_SHARE: Final = 0.7  # of the time must be left for the MILP of a second cut
 _CUT_COUNTS: Final = (4, 8, 16, 32)
@@ -78,7 +77,7 @@ class Prover:
 
     @property
     def done(self) -> bool:
-        if self.stopped or self.infeasible or self.gap() <= max(self.request.gap, _PROVEN):
+        if self.stopped or self.infeasible or self.gap() <= max(self.request.gap, PROVEN):
             return True
         return not self.counted and self.time_left < 0.2
 

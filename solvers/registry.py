@@ -12,6 +12,9 @@ from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule
 
+PROVEN: Final = 1e-9
+"""Relative distance of a plan's seconds from the bound at which it counts as optimal."""
+
 
 @dataclass(frozen=True)
 class Request:

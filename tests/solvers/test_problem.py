@@ -46,6 +46,9 @@ def test_a_problem_counts_itself():
         ({"seconds": math.inf}, r"op 'f' takes inf seconds"),
         ({"seconds": -1.0}, r"op 'f' takes -1.0 seconds"),
         ({"seconds": "1"}, r"op 'f' takes '1' seconds"),
+        ({"seconds": True}, r"op 'f' takes True seconds"),
+        ({"reads": (False,)}, r"op 'f' names value False; there are 4"),
+        ({"writes": (True,)}, r"op 'f' names value True; there are 4"),
         ({"flops": -1}, r"op 'f' has flops -1"),
         ({"flops": 1.5}, r"op 'f' has flops 1.5"),
         ({"workspace": -2}, r"op 'f' has workspace -2"),
@@ -135,6 +138,11 @@ def test_the_same_problem_is_the_same_file(tmp_path):
     for name in ("one.json.gz", "two.json.gz"):
         two_ops().save(tmp_path / name)
     assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
+
+
+def test_equal_seconds_have_one_key():
+    assert two_ops(seconds=1).key == two_ops(seconds=1.0).key
+    assert two_ops(seconds=0).key == two_ops(seconds=0.0).key == two_ops(seconds=-0.0).key
 
 
 def test_the_key_is_stable_across_versions():
