@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from remat.passes.lower import Lowered
+from remat.solvers.demand import missing_ops
 from remat.solvers.schedule import Schedule
 
 
@@ -29,7 +30,9 @@ def baseline_schedule(
             if index in in_forward and problem.ops[index].rerunnable:
                 computes.append(index)
             continue
-        _demand(lowered, index, present, computes)
+        for runs in (*missing_ops(problem, present, problem.ops[index].reads), index):
+            computes.append(runs)
+            present.update(problem.ops[runs].writes)
     return Schedule.from_computes(problem, computes)
 
 
@@ -39,23 +42,3 @@ def _ops_of(graph: fx.GraphModule, index_of: dict[str, int]) -> list[int]:
         for node in graph.graph.nodes
         if node.op == "call_function" and node.name in index_of
     ]
-
-
-def _demand(lowered: Lowered, index: int, present: set[int], computes: list[int]) -> None:
-    """Run the op, and first whatever it reads that nobody has computed."""
-    problem = lowered.problem
-    pending = [(index, False)]
-    while pending:
-        current, ready = pending.pop()
-        op = problem.ops[current]
-        if current != index and set(op.writes) <= present:
-            continue
-        if ready:
-            computes.append(current)
-            present.update(op.writes)
-            continue
-        pending.append((current, True))
-        for value in op.reads:
-            producer = problem.producer[value]
-            if producer >= 0 and value not in present:
-                pending.append((producer, False))

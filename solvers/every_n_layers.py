@@ -16,11 +16,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from remat.solvers.demand import always_kept
 from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Problem
 from remat.solvers.registry import Proposal, Request, register
 from remat.solvers.schedule import Schedule
-from remat.solvers.segments import NEVER, Demands, always_kept, replay
+from remat.solvers.segments import NEVER, Demands, replay
 
 _SUBSCRIPT: Final = re.compile(r"\[['\"]?(\d+)['\"]?\]")  # ``layers[3]``, ``_modules['3']``
 

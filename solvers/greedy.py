@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from typing import Final
 
 from remat.solvers.bounds import floor
+from remat.solvers.demand import always_kept
 from remat.solvers.problem import Problem
 from remat.solvers.registry import Proposal, Request, register
 from remat.solvers.segments import (
     NEVER,
     Candidate,
     Demands,
-    always_kept,
     lifetimes,
     replay,
     save_all,

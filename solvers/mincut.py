@@ -22,13 +22,14 @@ from typing import Final
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
+from remat.solvers.demand import always_kept
 from remat.solvers.problem import Op, Problem
 from remat.solvers.registry import Proposal, Request, register
 from remat.solvers.schedule import Schedule
-from remat.solvers.segments import Demands, always_kept, replay
+from remat.solvers.segments import Demands, replay
 
 _REDUCTION: Final = 4
-# CPU flash attention counts no FLOPs in torch's table, yet is as heavy as the matmuls it fuses.
+# Attention is as heavy as the matmuls it fuses, also where a problem states no FLOPs for it.
 _HEAVY_TARGETS: Final = ("attention",)
 
 

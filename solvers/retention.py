@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from remat.solvers.demand import always_kept, missing_ops
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule
 from remat.solvers.structure import Structure
@@ -81,15 +82,12 @@ class _Demand:
         self.problem, self.structure = problem, structure
         self.computes: list[int] = []
         self.there: set[int] = set(problem.tangents)
+        again = structure.computed_again
         self.always = {
             v
-            for v, value in enumerate(problem.values)
-            if value.output or value.bytes == 0 or not self._may_run_again(v)
+            for v, kept in enumerate(always_kept(problem))
+            if kept or problem.values[v].bytes == 0 or not again[v]
         }
-
-    def _may_run_again(self, v: int) -> bool:
-        producer = self.problem.producer[v]
-        return self.structure.computed_again[v] and self.problem.ops[producer].rerunnable
 
     def run(self, index: int) -> None:
         self.computes.append(index)
@@ -99,15 +97,6 @@ class _Demand:
         self.there &= kept | self.always
 
     def make(self, values: Sequence[int]) -> None:
-        """Compute what is missing of ``values``, depth first; no recursion: chains are long."""
-        stack = [(self.problem.producer[v], False) for v in reversed(values) if v not in self.there]
-        while stack:
-            index, ready = stack.pop()
-            if all(v in self.there for v in self.problem.ops[index].writes):
-                continue
-            if ready:
-                self.run(index)
-                continue
-            stack.append((index, True))
-            missing = [v for v in self.structure.reads[index] if v not in self.there]
-            stack += [(self.problem.producer[v], False) for v in reversed(missing)]
+        """Compute what is missing of ``values``."""
+        for index in missing_ops(self.problem, self.there, values):
+            self.run(index)

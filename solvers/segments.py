@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
+from remat.solvers.demand import always_kept, missing_ops
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule
 
@@ -64,16 +65,6 @@ class Demands:
         return Demands(tuple(first), tuple(last))
 
 
-def always_kept(problem: Problem) -> list[bool]:
-    """For each value, whether no plan may drop it: outputs, owned, made by an op that runs once."""
-    return [
-        value.owned
-        or value.output is not None
-        or (problem.producer[v] >= 0 and not problem.ops[problem.producer[v]].rerunnable)
-        for v, value in enumerate(problem.values)
-    ]
-
-
 def replay(
     problem: Problem,
     held_from: Sequence[int],
@@ -99,33 +90,23 @@ class _Replay:
         problem = self.problem
         kept, ops = always_kept(problem), problem.ops
         held = [0 if kept[v] else self.held_from[v] for v in range(len(kept))]
-        present = [value.owned or value.tangent for value in problem.values]
+        present = set(problem.tangents)
         for index in problem.forward:
-            for v in ops[index].writes:
-                present[v] = held[v] <= 0
+            present.update(v for v in ops[index].writes if held[v] <= 0)
         computes = list(problem.forward)
         for position, index in enumerate(problem.backward):
             wanted = [*ops[index].reads, *self.recompute_at.get(position, ())]
-            missing = self._missing(present, wanted)
+            # In program order, as the layers ran: plans of peers are compared with these.
+            missing = sorted(missing_ops(problem, present, wanted))
             computes += missing
-            for made in (*missing, index):
-                for v in ops[made].writes:
-                    present[v] = ops[made].phase == "backward" or held[v] <= position + 1
+            for made in missing:
+                dropped = [v for v in ops[made].writes if held[v] > position + 1]
+                present.update(ops[made].writes)
+                present.difference_update(dropped)
+            present.update(ops[index].writes)
             computes.append(index)
         outputs = [v for v, value in enumerate(problem.values) if value.output]
-        return computes + self._missing(present, outputs)
-
-    def _missing(self, present: Sequence[bool], wanted: Iterable[int]) -> list[int]:
-        """Ops to run, in program order, so that everything ``wanted`` is there."""
-        producer, ops = self.problem.producer, self.problem.ops
-        found: set[int] = set()
-        stack = [producer[v] for v in wanted if not present[v]]
-        while stack:
-            index = stack.pop()
-            if index not in found:
-                found.add(index)
-                stack += [producer[v] for v in ops[index].reads if not present[v]]
-        return sorted(found)
+        return computes + sorted(missing_ops(problem, present, outputs))
 
 
 def lifetimes(problem: Problem, computes: Sequence[int]) -> Iterator[tuple[int, int, int]]:

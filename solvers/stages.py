@@ -17,8 +17,9 @@ from itertools import accumulate
 import networkx as nx
 import numpy as np
 
+from remat.solvers.demand import always_kept
 from remat.solvers.problem import Problem
-from remat.solvers.segments import always_kept, lifetimes, replay
+from remat.solvers.segments import lifetimes, replay
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from remat.passes.lower import Lowered
+from remat.solvers.demand import missing_ops
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule
 
@@ -32,7 +33,9 @@ def random_schedule(
     made = {v for op in computes for v in problem.ops[op].writes}
     present = {v for v in made if v in pinned or rng.random() < keep}
     for index in problem.backward:
-        _demand(problem, index, present, computes)
+        for runs in (*missing_ops(problem, present, problem.ops[index].reads), index):
+            computes.append(runs)
+            present.update(problem.ops[runs].writes)
         present = {v for v in present if v in pinned or rng.random() >= forget}
     return Schedule.from_computes(problem, computes)
 
@@ -40,20 +43,3 @@ def random_schedule(
 def _again(problem: Problem, value: int) -> bool:
     producer = problem.producer[value]
     return problem.ops[producer].phase != "backward" and problem.ops[producer].rerunnable
-
-
-def _demand(problem: Problem, index: int, present: set[int], computes: list[int]) -> None:
-    pending = [(index, False)]
-    while pending:
-        current, ready = pending.pop()
-        op = problem.ops[current]
-        if current != index and set(op.writes) <= present:
-            continue
-        if ready:
-            computes.append(current)
-            present.update(op.writes)
-            continue
-        pending.append((current, True))
-        for value in op.reads:
-            if problem.producer[value] >= 0 and value not in present:
-                pending.append((problem.producer[value], False))

@@ -9,11 +9,12 @@ from itertools import combinations
 from hypothesis import given, settings
 from strategies import problems
 
+from remat.solvers.demand import always_kept
 from remat.solvers.mincut import _is_heavy, least_saved, solve_mincut
 from remat.solvers.problem import Op, Problem, Value
 from remat.solvers.registry import Request
 from remat.solvers.schedule import Decision, decisions
-from remat.solvers.segments import Demands, always_kept
+from remat.solvers.segments import Demands
 
 
 def _narrow(**heavy: object) -> Problem:
