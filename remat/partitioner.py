@@ -7,9 +7,10 @@ call is the session's; it comes in as a ledger.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -31,6 +32,7 @@ from remat.passes.verify import verify_joint, verify_split
 from remat.plans import Plan
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
+from remat.solvers.cold import KERNELS
 from remat.solvers.errors import BudgetTooSmall, PlanMismatch
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule, Solution, Timeline
@@ -38,6 +40,8 @@ from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 from remat.solvers.units import format_bytes
 from remat.version import __version__
+
+_LOG: Final = logging.getLogger("remat")
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,7 @@ def _memory(spec: DeviceSpec, problem: Problem) -> tuple[int, int]:
 
 def _least_peak(problem: Problem, known: KnownPlans, options: Options) -> int:
     if known.least is None:
+        _prepare_solver()
         known.least = least_peak(
             problem, time_limit=options.time_limit, progress=options.progress
         ).schedule
@@ -188,8 +193,20 @@ def _least_peak(problem: Problem, known: KnownPlans, options: Options) -> int:
     return simulate(problem, known.least).peak
 
 
+def _prepare_solver() -> None:
+    """Wait until the search is compiled: half a minute, once for an installation.
+
+    Without it a plan can be had sooner, but the first step of a training run is no moment to be
+    refused a budget that the second would be given.
+    """
+    if not KERNELS.wait(0.0):
+        _LOG.info("compiling the solver; this happens once for an installation of remat")
+        KERNELS.wait(None)
+
+
 def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | None) -> Solution:
     starts = tuple(known.schedules) if options.solver == "auto" else ()
+    _prepare_solver()
     solution = solve(
         problem,
         memory_budget=budget,

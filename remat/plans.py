@@ -254,9 +254,9 @@ class Plan:
         """
         if graph_hash != self.graph_hash:
             raise PlanMismatch(
-                f"the plan was made for another graph: its hash is {self.graph_hash}, this graph's "
-                f"is {graph_hash} (another model, shape, dtype or loss); plan this one with "
-                "remat.plan, or leave plan= out"
+                f"the plan was made for another graph: its hash is {self.graph_hash[:12]}, this "
+                f"graph's is {graph_hash[:12]} (another model, shape, dtype or loss); plan "
+                "this one with remat.plan, or leave plan= out"
             )
         if _public(torch_version) != _public(self.torch_version):
             raise PlanMismatch(

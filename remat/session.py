@@ -238,7 +238,8 @@ def not_one_graph(broken: dynamo.Break) -> CaptureError:
     return CaptureError(
         f"the model was captured as more than one graph: {broken.line} breaks it "
         f"({broken.reason}). One memory budget over several graphs is not in this version: "
-        "remove what breaks the graph, or move it out of the compiled function"
+        "remove what breaks the graph, or move it out of the compiled function (a Hugging Face "
+        "model: call it without labels= and compute the loss from its logits)"
     )
 
 

