@@ -35,6 +35,7 @@ from remat.solvers.evaluate import (
     Ints,
 )
 from remat.solvers.retention import saved_by_default
+from remat.solvers.segments import Demands
 from remat.solvers.structure import Structure
 
 COUNTS: Final = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
@@ -123,17 +124,8 @@ class Segments:
     @cached_property
     def first_need(self) -> Ints:
         """For each value, how many backward ops are done when backward first needs it."""
-        problem = self.structure.problem
-        never = len(problem.backward)
-        first = np.full(len(problem.values), never, dtype=np.int64)
-        for at, op in enumerate(problem.backward):
-            for v in self.structure.reads[op]:
-                first[v] = min(first[v], at)
-        for op in reversed(problem.deferred):
-            at = min((int(first[v]) for v in problem.ops[op].writes), default=never)
-            for v in self.structure.reads[op]:
-                first[v] = min(first[v], at)
-        return first
+        first = np.array(Demands.of(self.structure.problem).first, dtype=np.int64)
+        return np.minimum(first, len(self.structure.problem.backward))
 
     def _held_from(self, levels: Rows[tuple[int, ...]]) -> Ints:
         outer, held = 0, np.ones(len(self.structure.problem.values), dtype=np.int64)
