@@ -169,6 +169,14 @@ def _choose(
     if not solution.fits:
         assert budget is not None
         raise budget_too_small(problem, solution, budget)
+    if budget is not None and options.solver != solution.solver == "auto":
+        raise BudgetTooSmall(
+            f"solver {options.solver!r} has no plan within memory_budget {format_bytes(budget)} "
+            f'({budget} bytes); solver="auto" has one that peaks at {format_bytes(solution.peak)}',
+            memory_budget=budget,
+            least_peak=solution.peak,
+            peak_lower_bound=solution.peak_lower_bound,
+        )
     return _Choice(solution, budget, least)
 
 

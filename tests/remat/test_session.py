@@ -214,3 +214,11 @@ def test_a_forward_that_was_dropped_is_not_waiting(net: Net, x: torch.Tensor) ->
     for _ in range(3):
         step(x)
     step(x).backward()
+
+
+def test_a_named_solver_is_not_replaced_silently(net: Net, x: torch.Tensor) -> None:
+    least = remat.plan(net, (x,), memory_budget=0.0, time_limit=1).least_peak
+    assert least is not None
+    with pytest.raises(BudgetTooSmall, match="solver 'mincut' has no plan within") as caught:
+        remat.plan(net, (x,), memory_budget=least + 1024, solver="mincut", time_limit=2)
+    assert caught.value.least_peak <= least + 1024
