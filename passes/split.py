@@ -249,6 +249,9 @@ class _Backward(_Emitter):
     def _take(self, name: str, meta: dict[str, Any]) -> fx.Node:
         with self.graph.inserting_before():
             taken = self.graph.placeholder(name)
+        # Where the name is taken (a getitem that was emitted again), torch would generate
+        # `new_name = name`, and the argument's own name would hold the tensor to the very end.
+        taken.target = taken.name
         taken.meta = dict(meta)
         return taken
 

@@ -51,6 +51,9 @@ def verify_split(
             f"forward saves {saved} tensors and there are {len(joint.tangents)} tangents, "
             f"but backward takes {len(taken)}"
         )
+    for node in taken:
+        if node.name != node.target:
+            raise RematError(f"argument {node.target} is renamed {node.name}, and so held twice")
     if any(not private.is_tangent(node) for node in taken[saved:]):
         raise RematError("backward's last placeholders are not the tangents")
     _verify_order(lowered, schedule, forward, backward)

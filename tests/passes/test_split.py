@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.measurement import measure
 from remat.passes.lower import Lowered
-from remat.passes.split import split
+from remat.passes.split import _Backward, split
 from remat.solvers.errors import RematError
 from remat.solvers.schedule import Schedule, Step
 from remat.solvers.simulate import simulate
@@ -116,3 +116,17 @@ def test_a_schedule_that_reads_what_it_freed_is_refused() -> None:
     steps.insert(boundary, Step("free", exp))
     with pytest.raises(RematError, match="exp in backward after it was freed"):
         split(captured.lowered, Schedule(tuple(steps)))
+
+
+def test_no_argument_of_backward_is_held_under_two_names() -> None:
+    """A getitem emitted again can bear the name of one that is saved; torch renames the latter."""
+    w = torch.randn(4, requires_grad=True)
+    backward = _Backward(capture(lambda w: w.exp().sum(), w).lowered, set())
+    first = backward._take("getitem", {})
+    backward.graph.create_node("call_function", torch.relu, (first,), name="getitem_7")
+    second = backward._take("getitem_7", {})
+    assert second.name != "getitem_7"
+    assert second.target == second.name
+    backward.graph.output((second,))
+    code = str(torch.fx.GraphModule({}, backward.graph).code)
+    assert f"{second.name} = getitem_7" not in code

@@ -110,10 +110,11 @@ def test_the_real_probe_finds_figures_and_keeps_the_threads() -> None:
     json.dumps(figures)
 
 
-def test_none_is_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_is_the_device_of_the_tensors() -> None:
     tensors = [torch.empty(10), torch.empty(1000, device="meta")]
-    assert devices._main_device(tensors) == torch.device("meta")
-    assert devices._main_device([]) == torch.device("cpu")
+    with pytest.raises(InvalidOption, match="'meta' is not one remat has costs for"):
+        find_device(None, tensors)
+    assert find_device(None, []).torch_device == "cpu"
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
