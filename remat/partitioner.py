@@ -149,7 +149,7 @@ def _choose(
 ) -> _Choice:
     problem = lowered.problem
     if options.plan is not None:
-        return _replay(problem, options.plan, graph_hash)
+        return _replay(problem, options, graph_hash)
     known = known_plans(problem)
     timeline = simulate(problem, baseline)
     total, free = _memory(spec, problem) if options.budget.needs_device else (None, None)
@@ -250,8 +250,15 @@ def _untouched(
     )
 
 
-def _replay(problem: Problem, plan: Plan, graph_hash: str) -> _Choice:
+def _replay(problem: Problem, options: Options, graph_hash: str) -> _Choice:
     """The stored schedule, priced anew: the resident bytes and this device's costs may differ."""
+    plan = options.plan
+    assert plan is not None
+    if plan.executor != options.executor:
+        raise PlanMismatch(
+            f"the plan was made for the {plan.executor} executor, this is the {options.executor} "
+            "one, which uses memory otherwise; plan again with remat.plan"
+        )
     plan.check(graph_hash, torch.__version__)
     ours, theirs = (
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,9 @@ def test_a_stored_plan_runs_again_and_only_on_its_graph(x: torch.Tensor, tmp_pat
     assert run.plans[0].peak == first.plans[0].peak
     with pytest.raises(PlanMismatch, match="another graph"):
         remat.compile(step, plan=tmp_path / "plan.json")(x[:10])
+    other = dataclasses.replace(first.plans[0], executor="inductor")
+    with pytest.raises(PlanMismatch, match="made for the inductor executor"):
+        remat.compile(step, plan=other)(x)
 
 
 def test_regions_the_user_checkpoints_make_no_fastest_plan(x: torch.Tensor) -> None:
