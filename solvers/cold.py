@@ -1,7 +1,7 @@
 """The first solve on a machine: kernels compile in the background, plans are found without them.
 
-Compiling takes some ten seconds once; afterwards the machine code is loaded from disk. Until it is
-there, plans come from the one-cut MILP, tightened until the judge agrees, and from nested
+Compiling takes about half a minute once; afterwards the machine code is loaded from disk. Until it
+is there, plans come from the one-cut MILP, tightened until the judge agrees, and from nested
 checkpointing replayed in plain Python.
 """
 

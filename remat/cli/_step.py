@@ -32,6 +32,11 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cost", metavar="MODEL", help='"measured", "roofline" or "flops"')
 
 
+def read_budget(text: str) -> str | float:
+    """On a command line nothing has quotes: ``0.5`` is the float, ``1`` is one byte."""
+    return float(text) if re.fullmatch(r"\d*\.\d+|\d+\.", text) else text
+
+
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of ``remat.plan`` that were written, checked."""
     from remat.options import Options

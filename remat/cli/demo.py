@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from remat.cli._step import read_budget
 from remat.cli._terminal import print_report
 from remat.solvers.units import format_bytes, format_seconds
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-budget",
         metavar="SIZE",
-        type=_budget,
+        type=read_budget,
         help='"64MiB", "auto", or a fraction like 0.0 for the least peak there is; by default what '
         "is resident and half of what the plain step adds to it",
     )
@@ -181,8 +181,3 @@ def _progress(total: int) -> Iterator[_Bar]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
-
-
-def _budget(text: str) -> str | float:
-    """On a command line nothing has quotes: ``0.5`` is the float, ``1`` is one byte."""
-    return float(text) if re.fullmatch(r"\d*\.\d+|\d+\.", text) else text

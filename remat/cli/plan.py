@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Final
 
-from remat.cli._step import add_step, given_options, load_step
+from remat.cli._step import add_step, given_options, load_step, read_budget
 from remat.cli._terminal import add_output, check_output, print_report, spinner
 
 NAME: Final = "plan"
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-budget",
         required=True,
         metavar="SIZE",
-        type=_budget,
+        type=read_budget,
         help='"8GiB", "512MB", a share of the device "80%%", "auto", or a fraction: 0.0 is the '
         "least peak there is, 1.0 no saving",
     )
@@ -44,8 +43,3 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         plan.save(arguments.output)
     return 0
-
-
-def _budget(text: str) -> str | float:
-    """On a command line nothing has quotes: ``0.5`` is the float, ``1`` is one byte."""
-    return float(text) if re.fullmatch(r"\d*\.\d+|\d+\.", text) else text
