@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.executors import eager
+from remat.compilation import compile_graph
 from remat.measurement import resident_bytes
 from remat.options import Options
-from remat.partitioner import Ledger, partition
+from remat.partitioner import Ledger
 from remat.passes.storages import main_device
 from remat.passes.torch_private import autograd, dynamo
 from remat.plans import Plan, Unplanned
-from remat.solvers.errors import CaptureError, RematError
+from remat.solvers.errors import CaptureError
 from remat.solvers.units import format_bytes
 
 
@@ -185,30 +185,10 @@ class GraphRunner:
         return total
 
     def _compile(self, inputs: Sequence[Any]) -> _Variant:
-        made: list[Plan | Unplanned] = []
-
-        def split(
-            joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            device = main_device(item for item in inputs if isinstance(item, torch.Tensor))
-            ledger = Ledger(resident=self._session.resident(inputs, device))
-            parts = partition(joint, joint_inputs, self._session.options, ledger, **torch_options)
-            made.append(parts.plan)
-            return parts.forward, parts.backward
-
-        with dynamo.outside_compilation():
-            run = eager.compile_graph(
-                self._graph,
-                inputs,
-                partition=split,
-                on_inference=lambda graph: made.append(_inference()),
-            )
-        if len(made) != 1:
-            raise RematError(
-                f"one graph was partitioned {len(made)} times; nested graphs (invoke_subgraph) "
-                "are not in this version"
-            )
-        return _Variant(run, self._moving_bytes(inputs), made[0])
+        device = main_device(item for item in inputs if isinstance(item, torch.Tensor))
+        ledger = Ledger(resident=self._session.resident(inputs, device))
+        made = compile_graph(self._graph, inputs, self._session.options, ledger)
+        return _Variant(made.run, self._moving_bytes(inputs), made.plan)
 
 
 def refuse_break(graph: fx.GraphModule) -> None:
@@ -248,7 +228,3 @@ def _trains(inputs: Sequence[Any]) -> bool:
         isinstance(item, torch.Tensor) and item.requires_grad for item in inputs
     )
 
-
-def _inference() -> Unplanned:
-    why = "gradients are off" if not torch.is_grad_enabled() else "nothing in it needs a gradient"
-    return Unplanned(f"an inference-only call, {why}: it runs as it is")

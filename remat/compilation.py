@@ -1,0 +1,66 @@
+"""One captured graph becomes something that runs, and its plan: the seam between a session, which
+remembers, and the executors, which run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.executors import eager
+from remat.options import Options
+from remat.partitioner import Ledger, partition
+from remat.passes.torch_private import dynamo
+from remat.plans import Plan, Unplanned
+from remat.solvers.errors import RematError
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """A graph of Dynamo's, ready to run, and what was decided for it."""
+
+    run: Callable[..., Any]
+    plan: Plan | Unplanned
+
+
+def compile_graph(
+    graph: fx.GraphModule, inputs: Sequence[Any], options: Options, ledger: Ledger
+) -> CompiledGraph:
+    """Compile one graph that Dynamo captured.
+
+    Args:
+        inputs: what it is called with.
+        options: the executor and the budget among them.
+        ledger: what is alive beside it.
+
+    Raises:
+        RematError: it has no plan that keeps the budget, or cannot be planned.
+    """
+    made: list[Plan | Unplanned] = []
+
+    def split(
+        joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        parts = partition(joint, joint_inputs, options, ledger, **torch_options)
+        made.append(parts.plan)
+        return parts.forward, parts.backward
+
+    with dynamo.outside_compilation():
+        run = eager.compile_graph(
+            graph, inputs, partition=split, on_inference=lambda _: made.append(_inference())
+        )
+    if len(made) != 1:
+        raise RematError(
+            f"one graph was partitioned {len(made)} times; nested graphs (invoke_subgraph) "
+            "are not in this version"
+        )
+    return CompiledGraph(run, made[0])
+
+
+def _inference() -> Unplanned:
+    why = "gradients are off" if not torch.is_grad_enabled() else "nothing in it needs a gradient"
+    return Unplanned(f"an inference-only call, {why}: it runs as it is")
