@@ -34,6 +34,12 @@ def overload(node: fx.Node) -> torch._ops.OpOverload | None:
     return node.target if isinstance(node.target, torch._ops.OpOverload) else None
 
 
+def schema_name(node: fx.Node) -> str:
+    """``aten::add``; empty for what is no operator."""
+    op = overload(node)
+    return "" if op is None else op._schema.name
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the schema says that an output is an alias of an input that is not written."""
     op = overload(node)

@@ -3,11 +3,14 @@
 Fake tensors keep the storage identity of the real ones, so two nodes alias exactly if their fake
 values name the same storage. Every output of a multi-output op has a storage of its own: one id for
 all of them makes peaks meaningless.
+
+A node that a compiler inlines into its readers has no storage: like a view it lies in those of its
+inputs, which have to be there when it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -37,29 +40,39 @@ class Storages:
     created: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(joint: JointGraph, granularity: int = 1, device_type: str | None = None) -> Storages:
+    def of(
+        joint: JointGraph,
+        granularity: int = 1,
+        device_type: str | None = None,
+        inlined: Collection[fx.Node] = (),
+    ) -> Storages:
         """Read them off the fake values.
 
         Args:
             granularity: the allocator hands out multiples of this many bytes.
             device_type: count bytes on this kind of device only; None counts all.
+            inlined: nodes whose value is never stored.
         """
         found = Storages()
-        index: dict[int, int] = {}
+        index: dict[int, tuple[int, ...]] = {}
         for node in joint.nodes:
-            held, created = [], []
+            held: list[int] = []
+            created: list[int] = []
             for tensor in tensors_of(node):
                 storage = _storage(node, tensor)
                 key = storage._cdata
-                if key not in index:
-                    index[key] = len(found.bytes)
-                    created.append(index[key])
+                if key not in index and node in inlined:
+                    read = (held for source in node.all_input_nodes for held in found.held[source])
+                    index[key] = tuple(dict.fromkeys(read))
+                elif key not in index:
+                    index[key] = (len(found.bytes),)
+                    created.append(len(found.bytes))
                     size = -(-storage.nbytes() // granularity) * granularity
                     elsewhere = device_type not in (None, tensor.device.type)
                     found.bytes.append(0 if elsewhere else size)
                     found.creator.append(node)
                     found.holder.append(node)
-                held.append(index[key])
+                held.extend(index[key])
             found.held[node] = tuple(dict.fromkeys(held))
             found.created[node] = tuple(created)
             if is_getitem(node):
@@ -67,7 +80,7 @@ class Storages:
         return found
 
     def is_alias(self, node: fx.Node) -> bool:
-        """Whether the node allocates nothing: a view, a getitem, an in-place op."""
+        """Whether the node allocates nothing: a view, a getitem, an in-place op, an inlined one."""
         return not self.created[node]
 
     def _hold(self, node: fx.Node) -> None:

@@ -59,7 +59,8 @@ class Op:
             first demanded).
         seconds: how long it takes.
         flops: floating point operations.
-        workspace: bytes it allocates and releases while it runs.
+        workspace: bytes it allocates and releases while it runs. Negative for a backward op that
+            writes over an input nobody reads after it: the two are one allocation.
         random: draws random numbers; it may be run again if its state is replayed.
         rerunnable: may be run a second time.
         layer, source: the module and the source line it comes from.
@@ -255,15 +256,25 @@ def _check_ops(problem: Problem) -> None:
             raise InvalidProblem(
                 f"op {op.name!r} takes {op.seconds!r} seconds; needs a finite number >= 0"
             )
-        for what, number in (("flops", op.flops), ("workspace", op.workspace)):
-            if not _is_count(number):
-                raise InvalidProblem(f"op {op.name!r} has {what} {number!r}; needs an int >= 0")
+        if not _is_count(op.flops):
+            raise InvalidProblem(f"op {op.name!r} has flops {op.flops!r}; needs an int >= 0")
         for value in (*op.reads, *op.writes):
             if not (_is_count(value) and value < count):
                 raise InvalidProblem(f"op {op.name!r} names value {value!r}; there are {count}")
         for name, indices in (("reads", op.reads), ("writes", op.writes)):
             if len(set(indices)) != len(indices):
                 raise InvalidProblem(f"op {op.name!r} {name} a value twice")
+        _check_workspace(problem, op)
+
+
+def _check_workspace(problem: Problem, op: Op) -> None:
+    touched = {*op.reads, *op.writes} if op.phase == "backward" else set()
+    least = -sum(problem.values[v].bytes for v in touched)
+    if not _is_count(op.workspace) and not (type(op.workspace) is int and op.workspace >= least):
+        raise InvalidProblem(
+            f"op {op.name!r} has workspace {op.workspace!r}; needs an int >= {least} "
+            "(below 0 only in backward, where an input is written over)"
+        )
 
 
 def _check_order(problem: Problem) -> None:

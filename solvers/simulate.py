@@ -3,7 +3,8 @@
 Whoever made a schedule, this file says what it costs and whether it may run. It is written to be
 read; the compiled evaluator that searches with is held equal to it by tests.
 
-Bytes while an op runs = bytes alive + bytes it writes + its workspace. A second instance of a value
+Bytes while an op runs = bytes alive + bytes it writes + its workspace (which is negative where it
+writes over an input that dies). A second instance of a value
 that is still alive counts beside the first and is dropped when the op returns. Tangents are there
 from the first step of the backward part on, those that nobody reads to the end.
 """
@@ -148,7 +149,8 @@ class _State:
             self._refuse(position, f"frees {self._name(value)} while it is being copied")
         self.alive.discard(value)
         self.live -= held.bytes
-        self._note(self.live)
+        # Where the op before wrote over this value there is nothing left to free.
+        self._note(min(self.live, self.bytes[-1]) if self.bytes else self.live)
 
     def _offload(self, position: int, value: int) -> None:
         link, held = self._link(position), self.problem.values[value]

@@ -51,13 +51,20 @@ class _Draft:
                 tuple(writes),
                 seconds=self.draw(SECONDS),
                 flops=self.draw(st.integers(0, 9)),
-                workspace=self.draw(WORKSPACES),
+                workspace=self.draw(WORKSPACES) - self.overwritten(phase, reads, writes),
                 random=self.draw(_CHANCE),
                 rerunnable=not self.draw(_CHANCE),
                 layer=layer,
             )
         )
         return writes
+
+
+    def overwritten(self, phase: Phase, reads: list[int], writes: list[int]) -> int:
+        """Bytes of inputs that a backward op writes over."""
+        if phase != "backward" or not self.draw(_CHANCE):
+            return 0
+        return self.draw(st.integers(0, sum(self.values[v].bytes for v in {*reads, *writes})))
 
 
 _CHANCE = st.sampled_from((False, False, False, True))
