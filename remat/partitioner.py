@@ -25,6 +25,7 @@ from remat.passes.costs import OpCost
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered, lower, op_nodes
 from remat.passes.mutation import pin_mutated_reads
+from remat.passes.regions import inline_regions
 from remat.passes.split import split
 from remat.passes.storages import Storages, main_device, tensors_of
 from remat.passes.torch_private import partition as private
@@ -95,8 +96,9 @@ def partition(
         CaptureError: the graph has something this version cannot plan.
         PlanMismatch: ``options.plan`` belongs to another graph.
     """
+    regions = inline_regions(module)
     joint = JointGraph.make(module, num_fwd_outputs)
-    verify_joint(joint, "capture")
+    verify_joint(joint, "inline_regions" if regions else "capture")
     graph_hash = joint.hash
     joint = pin_mutated_reads(joint)
     verify_joint(joint, "pin_mutated_reads")
@@ -119,7 +121,7 @@ def partition(
         solution=chosen.solution,
         baseline=baseline,
         least_peak=chosen.least_peak,
-        notes=_notes(lowered, costs, spec, device),
+        notes=(*_region_notes(regions), *_notes(lowered, costs, spec, device)),
     )
     if chosen.solution.schedule == baseline:
         return Partition(*own, plan)
@@ -291,6 +293,15 @@ def _replay(problem: Problem, options: Options, graph_hash: str) -> _Choice:
         lower_bound=min(timeline.seconds, Structure(problem).required_seconds),
     )
     return _Choice(solution, plan.memory_budget, plan.least_peak)
+
+
+def _region_notes(calls: int) -> tuple[str, ...]:
+    if not calls:
+        return ()
+    return (
+        f"{calls} calls of nested_compile_region, forward and backward, are planned op by op, as "
+        "if written in line",
+    )
 
 
 def _notes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop as _boxed_nop
 from torch._functorch._aot_autograd import descriptors as _descriptors
 from torch._functorch.partitioners import default_partition as _default_partition
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
+
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+"""Calls a region that torch compiles once (``torch.compiler.nested_compile_region``)."""
 
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 """Node metadata: the tensor was stashed on ``ctx`` and is saved without a version check."""
@@ -60,6 +64,19 @@ def saved_desc(index: int, version_checked: bool) -> object:
     return _descriptors.SavedForBackwardsAOTOutput(index)
 
 
+def is_region(joint_inputs: Any) -> bool:
+    """Whether a partition is asked for the body of a region, whose calls are part of a joint graph.
+
+    AOTAutograd passes an empty list there, and a pair of primals and tangents elsewhere.
+    """
+    return isinstance(joint_inputs, list) and not joint_inputs
+
+
+def fake_mode_of(*values: Any) -> Any:
+    """The mode that the fake tensors among ``values`` were made in, as a context."""
+    return detect_fake_mode(values) or contextlib.nullcontext()
+
+
 def default_partition(
     joint: fx.GraphModule, joint_inputs: Any, num_forward_outputs: int, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -80,7 +97,17 @@ def aot_compile(
     compiler: Callable[..., Any] = boxed,
     inference_compiler: Callable[..., Any] = boxed,
 ) -> Callable[..., Any]:
-    """Run AOTAutograd over a Dynamo graph with our partition and compilers."""
+    """Run AOTAutograd over a Dynamo graph with our partition and compilers.
+
+    ``partition`` is not asked for the bodies of regions: torch's own serves, because
+    :mod:`remat.passes.regions` puts them back into the joint graph.
+    """
+
+    def partition_whole(
+        joint: fx.GraphModule, joint_inputs: Any, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        split = _default_partition if is_region(joint_inputs) else partition
+        return split(joint, joint_inputs, **options)
 
     def forward_compiler(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _keep_saved_tensors()
@@ -90,7 +117,7 @@ def aot_compile(
         fw_compiler=forward_compiler,
         bw_compiler=compiler,
         inference_compiler=inference_compiler,
-        partition_fn=partition,
+        partition_fn=partition_whole,
     )
     return aot(graph, list(example_inputs))
 
