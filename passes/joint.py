@@ -36,7 +36,7 @@ class JointGraph:
         Raises:
             CaptureError: a node this version cannot plan (dynamic sizes, script objects).
         """
-        module.graph.eliminate_dead_code()
+        module.graph.eliminate_dead_code(lambda node: node.is_impure() or ops.has_effect(node))
         module.recompile()
         for node in module.graph.nodes:
             if node.op != "output":
@@ -98,13 +98,10 @@ class JointGraph:
 
     def _needed_by_forward(self, backward: set[fx.Node]) -> set[fx.Node]:
         # Effects and draws of random numbers happen in forward even if only backward reads them:
-        # a draw moved behind the caller's own draws would change both.
+        # a draw moved behind the caller's own draws would change both. Nobody knows what an unknown
+        # op does.
         pending = [node for node in self.forward_outputs if isinstance(node, fx.Node)]
-        pending += [
-            node
-            for node in self.nodes
-            if node not in backward and (ops.has_effect(node) or ops.is_random(node))
-        ]
+        pending += [node for node in self.nodes if node not in backward and _stays_in_forward(node)]
         needed: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -138,11 +135,18 @@ class JointGraph:
         lines = [f"forward outputs {self.num_forward_outputs}"]
         for node in (*self.nodes, self.output):
             what = node.op if node.op in ("placeholder", "get_attr", "output") else str(node.target)
+            lines += [_body(body, len(position)) for body in ops.bodies(node)]
             arguments = (
                 _canonical((node.args, node.kwargs), position) if node.op != "placeholder" else ""
             )
             lines.append(f"{what} {arguments} {_signature(node.meta.get('val'))}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _stays_in_forward(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_getitem(node):
+        return False
+    return ops.has_effect(node) or ops.is_random(node) or not ops.is_known(node)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -175,8 +179,7 @@ def _check_node(node: fx.Node) -> None:
             f"{node.args[1]} has an effect that torch orders by tokens, which this version cannot "
             "plan: move it out of the compiled function"
         )
-    value = node.meta.get("val")
-    for item in value if isinstance(value, tuple | list) else (value,):
+    for item in ops.parts_of(node.meta.get("val")):
         if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(
                 f"{node.name} has a dynamic size ({item}); this version plans static sizes: "
@@ -184,6 +187,17 @@ def _check_node(node: fx.Node) -> None:
             )
         if private.is_opaque(item):
             raise CaptureError(f"{node.name} is a script object, which this version cannot plan")
+
+
+def _body(body: fx.GraphModule, first: int) -> str:
+    """A graph that a higher-order op calls, as one line; its nodes are counted from ``first``."""
+    position = {node: first + index for index, node in enumerate(body.graph.nodes)}
+    inner = (
+        f"{node.target} {_canonical((node.args, node.kwargs), position)}"
+        for node in body.graph.nodes
+        if node.op in ("call_function", "output")
+    )
+    return "{" + "; ".join(inner) + "}"
 
 
 def _canonical(argument: Any, position: dict[fx.Node, int]) -> str:
@@ -203,6 +217,6 @@ def _canonical(argument: Any, position: dict[fx.Node, int]) -> str:
 def _signature(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}"
-    if isinstance(value, tuple | list):
-        return "(" + ",".join(_signature(item) for item in value) + ")"
+    if isinstance(value, tuple | list | dict):
+        return "(" + ",".join(_signature(item) for item in ops.parts_of(value)) + ")"
     return repr(value)

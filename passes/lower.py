@@ -312,8 +312,7 @@ class _Builder:
 def device_of(node: fx.Node) -> torch.device:
     """Where the node's outputs (else its inputs) live."""
     for source in (node, *node.all_input_nodes):
-        value = source.meta.get("val")
-        for item in value if isinstance(value, tuple | list) else (value,):
+        for item in ops.parts_of(source.meta.get("val")):
             if isinstance(item, torch.Tensor):
                 return item.device
     return torch.device("cpu")

@@ -94,7 +94,7 @@ class _Emitter:
     def _emit(self, node: fx.Node, index: int) -> None:
         copy = self.call(node)
         copy.meta[OP_INDEX] = index
-        if isinstance(node.meta.get("val"), tuple | list):
+        if isinstance(node.meta.get("val"), tuple | list | dict):
             getitems = [user for user in node.users if is_getitem(user)]
             for user in getitems:
                 if not self._is_alive(user):
@@ -144,6 +144,11 @@ class _Emitter:
         return is_getitem(node) and bool(self.lowered.storages.created[node.args[0]])  # type: ignore[index]
 
     def _view(self, node: fx.Node) -> fx.Node:
+        if not (is_getitem(node) or ops.is_known(node)):
+            raise RematError(
+                f"{node.name} ({node.target}) returns memory of its inputs, and remat does not "
+                "know whether it may be run again: return a copy in the operator"
+            )
         if any(True for _ in ops.mutated_args(node)):
             raise RematError(
                 f"backward reads {node.name}, which {node.target} wrote in place in forward; "
@@ -293,8 +298,7 @@ def _is_version_checked(node: fx.Node) -> bool:
 
 def _saved_fake(node: fx.Node, kind: str) -> torch.Tensor:
     """The fake value of a random state, or of a copy of a primal."""
-    value = node.meta["val"]
-    example = value[0] if isinstance(value, tuple | list) else value
+    example = ops.parts_of(node.meta["val"])[0]
     with example.fake_mode:
         if kind == "snapshot":
             return torch.empty_strided(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from remat.passes import ops
 from remat.passes.joint import JointGraph, is_getitem
 from remat.solvers.errors import CaptureError
 
@@ -93,8 +94,7 @@ class Storages:
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors a node's value consists of."""
     value = node.meta.get("val")
-    items = value if isinstance(value, tuple | list) else (value,)
-    return [item for item in items if isinstance(item, torch.Tensor)]
+    return [item for item in ops.parts_of(value) if isinstance(item, torch.Tensor)]
 
 
 def _storage(node: fx.Node, tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -1,9 +1,16 @@
+import operator
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.passes import ops
+from remat.passes.joint import JointGraph
+from remat.passes.storages import Storages
 
 aten = torch.ops.aten
 
@@ -60,3 +67,141 @@ def test_mutated_arguments_come_from_the_schema() -> None:
 @pytest.mark.parametrize("target", [aten.rand_like.default, aten.bernoulli.default])
 def test_draws_are_random(target: object) -> None:
     assert ops.is_random(call(target, "x"))
+
+
+def with_body(target: object, body: Callable[..., object], *shape: int) -> fx.Node:
+    """A call of a higher-order op whose one graph is ``body``."""
+    owner = torch.nn.Module()
+    owner.body = make_fx(body)(torch.ones(*shape))
+    graph = fx.Graph(owning_module=owner)
+    x = graph.placeholder("x")
+    node = graph.call_function(target, (graph.get_attr("body"), x))
+    graph.output(node)
+    return node
+
+
+SCAN = torch.ops.higher_order.scan
+
+
+def test_a_higher_order_op_over_pure_bodies_may_run_again() -> None:
+    node = with_body(SCAN, lambda x: x.sin() + 1, 2)
+    assert ops.why_never_again(node) is None
+    assert ops.is_known(node) and not ops.has_effect(node) and not ops.is_random(node)
+    assert [str(inner.target) for inner in ops.body_nodes(node)] == [
+        "aten.sin.default",
+        "aten.add.Tensor",
+    ]
+
+
+def test_what_a_body_does_its_caller_does() -> None:
+    random = with_body(SCAN, lambda x: torch.rand_like(x) * x, 2)
+    assert ops.is_random(random)
+    assert "draws random numbers in its body" in ops.why_never_again(random)
+    writing = with_body(SCAN, lambda x: x.add_(1), 2)
+    assert ops.has_effect(writing)
+    assert "side effect" in ops.why_never_again(writing)
+
+
+def test_a_higher_order_op_without_visible_bodies_is_kept() -> None:
+    assert "not an operator remat knows" in ops.why_never_again(call(SCAN, "x"))
+    hints = with_body(torch.ops.higher_order.strict_mode, lambda x: x.sin(), 2)
+    assert "strict_mode is not an operator remat knows" in ops.why_never_again(hints)
+    assert not ops.is_known(hints)
+
+
+def flex_attention(score: Callable[..., object]) -> fx.Node:
+    """As AOTAutograd leaves it: score and mask graphs, the latter inside the block mask."""
+    owner = torch.nn.Module()
+    owner.score = make_fx(score)(torch.ones(()), *(torch.tensor(0) for _ in range(4)))
+    owner.mask = make_fx(lambda b, h, q, k: q >= k)(*(torch.tensor(0) for _ in range(4)))
+    graph = fx.Graph(owning_module=owner)
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    mask = (8, 8, *[None] * 8, 128, 128, graph.get_attr("mask"))
+    arguments = (q, k, v, graph.get_attr("score"), mask, 0.5, {}, (), ())
+    return graph.call_function(torch.ops.higher_order.flex_attention, arguments)
+
+
+def test_flex_attention_runs_again_if_its_score_and_mask_are_pure() -> None:
+    node = flex_attention(lambda score, b, h, q, k: score + (q - k))
+    assert len(ops.bodies(node)) == 2
+    assert ops.why_never_again(node) is None
+    drop = flex_attention(lambda score, b, h, q, k: score * torch.bernoulli(score))
+    assert "draws random numbers" in ops.why_never_again(drop)
+
+
+def triton_call(target: object, graph: fx.Graph) -> fx.Node:
+    x, out = graph.placeholder("x"), graph.placeholder("out")
+    kwargs = {
+        "kernel_idx": 0,
+        "constant_args_idx": 0,
+        "grid": [(1, 1, 1)],
+        "tma_descriptor_metadata": {},
+        "kwargs": {"in_ptr": x, "out_ptr": out, "n": 4},
+    }
+    return graph.call_function(target, (), kwargs)
+
+
+def test_a_triton_kernel_that_writes_has_an_effect_on_all_it_is_given() -> None:
+    graph = fx.Graph()
+    node = triton_call(torch.ops.higher_order.triton_kernel_wrapper_mutation, graph)
+    assert ops.has_effect(node)
+    assert [argument.name for argument in ops.mutated_args(node)] == ["x", "out"]
+
+
+def test_a_functional_triton_kernel_is_kept_and_its_dict_of_outputs_is_memory() -> None:
+    graph = fx.Graph()
+    node = triton_call(torch.ops.higher_order.triton_kernel_wrapper_functional, graph)
+    out = graph.call_function(operator.getitem, (node, "out_ptr"))
+    graph.output((out,))
+    with FakeTensorMode():
+        values = {name: torch.empty(4) for name in ("primals_1", "primals_2", "out_ptr")}
+    for placeholder, name in zip(graph.find_nodes(op="placeholder"), values, strict=False):
+        placeholder.target = name
+        placeholder.meta["val"] = values[name]
+    node.meta["val"] = {"out_ptr": values["out_ptr"]}
+    out.meta["val"] = values["out_ptr"]
+    assert "triton_kernel_wrapper_functional is not an op" in ops.why_never_again(node)
+    assert not ops.has_effect(node)
+    joint = JointGraph.make(fx.GraphModule(torch.nn.Module(), graph), 1)
+    storages = Storages.of(joint)
+    kernel, picked = joint.nodes[-2:]
+    assert storages.created[kernel] == storages.held[picked] != ()
+    assert storages.bytes[storages.created[kernel][0]] == 16
+    assert joint.phases[kernel] == "forward"
+
+
+def test_a_kernel_that_writes_in_place_is_no_dead_code() -> None:
+    graph = fx.Graph()
+    triton_call(torch.ops.higher_order.triton_kernel_wrapper_mutation, graph)
+    graph.output(())
+    with FakeTensorMode():
+        for placeholder, name in zip(
+            graph.find_nodes(op="placeholder"), ("primals_1", "primals_2"), strict=True
+        ):
+            placeholder.target = name
+            placeholder.meta["val"] = torch.empty(4)
+    joint = JointGraph.make(fx.GraphModule(torch.nn.Module(), graph), 0)
+    assert joint.nodes[-1].op == "call_function"
+    assert len(joint.mutated_primals) == 2
+
+
+def test_a_wrapped_mutable_operator_is_as_random_as_what_it_wraps() -> None:
+    wrapper = torch.ops.higher_order.auto_functionalized_v2
+    assert ops.is_random(call(wrapper, aten.bernoulli_.float, "x"))
+    assert not ops.is_random(call(wrapper, aten.copy_.default, "x"))
+
+
+def test_graphs_with_other_bodies_have_other_hashes() -> None:
+    hashes = {joint_of(lambda x: x.sin()).hash, joint_of(lambda x: x.cos()).hash}
+    assert len(hashes) == 2
+    assert joint_of(lambda x: x.sin()).hash in hashes
+
+
+def joint_of(body: Callable[..., object]) -> JointGraph:
+    node = with_body(SCAN, body, 2)
+    placeholder = node.graph.find_nodes(op="placeholder")[0]
+    placeholder.target = "primals_1"
+    for valued in (placeholder, node):
+        with FakeTensorMode():
+            valued.meta["val"] = torch.empty(2)
+    return JointGraph.make(fx.GraphModule(node.graph.owning_module, node.graph), 1)
