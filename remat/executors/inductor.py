@@ -1,0 +1,125 @@
+"""The inductor executor: one Dynamo graph compiled by inductor, in the halves remat chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from remat.executors.wrapper_run import Generated, TensorSpec
+from remat.solvers.errors import RematError
+
+if TYPE_CHECKING:
+    from remat.passes.torch_private.inductor import CompiledHalf
+
+PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@dataclass(frozen=True)
+class InductorGraph:
+    """What compiling one graph gave.
+
+    Attributes:
+        run: the compiled step, called as the Dynamo graph was.
+        partitioned: whether ``partition`` was called. If not, the whole step came from
+            AOTAutograd's cache, compiled for the same graph and key before, and the halves are
+            not known.
+        forward, backward: the halves as generated; None where not known.
+        inference: the graph as generated, if nothing in it trains.
+    """
+
+    run: Callable[..., Any]
+    partitioned: bool
+    forward: Generated | None
+    backward: Generated | None
+    inference: Generated | None
+
+    @property
+    def from_cache(self) -> bool:
+        """The step was compiled earlier and nothing is known of its halves."""
+        return not self.partitioned and self.inference is None
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    partition: PartitionFunction,
+    key: str,
+    inductor_options: Mapping[str, Any] | None = None,
+    donate: bool = False,
+) -> InductorGraph:
+    """Compile one Dynamo graph with inductor; ``graph`` is left as it is.
+
+    Args:
+        partition: called with the joint graph, its inputs, ``num_fwd_outputs`` and
+            ``static_lifetime_input_indices``, after inductor's passes over the joint graph.
+        key: all that the partition depends on beside the graph (version, budget, solver, device,
+            resident bytes); inductor's caches, in this process and on disk, go by it.
+        inductor_options: what ``torch.compile(options=...)`` takes.
+        donate: let backward write into saved tensors, as stock torch does; forbids
+            ``retain_graph``.
+
+    Raises:
+        InvalidOption: an option inductor does not have, or that remat sets itself.
+    """
+    # Importing inductor takes eight seconds; who runs the eager executor does not pay them.
+    from remat.passes.torch_private import inductor as private
+
+    options = private.check_options(inductor_options or {})
+    calls: list[int] = []
+    halves: dict[str, Generated] = {}
+
+    def counted(
+        joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        calls.append(1)
+        return partition(joint, joint_inputs, **torch_options)
+
+    def compiled(half: CompiledHalf) -> None:
+        if half.kind in halves:
+            raise RematError(
+                f"inductor compiled two {half.kind} graphs for one step; nested graphs "
+                "(invoke_subgraph) are not in this version"
+            )
+        halves[half.kind] = _generated(half)
+
+    run = private.compile_with_partition(
+        graph,
+        example_inputs,
+        partitioner=private.Partitioner(counted, f"{key} donate={donate}"),
+        options=options,
+        donate=donate,
+        on_compiled=compiled,
+    )
+    return InductorGraph(
+        run,
+        partitioned=bool(calls),
+        forward=halves.get("forward"),
+        backward=halves.get("backward"),
+        inference=halves.get("inference"),
+    )
+
+
+def _generated(half: CompiledHalf) -> Generated:
+    specs = tuple(_spec(name, value) for name, value in zip(half.names, half.inputs, strict=True))
+    return Generated(half.kind, half.source, specs, half.copied)  # type: ignore[arg-type]
+
+
+def _spec(name: str, value: Any) -> TensorSpec | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    size = value.element_size()
+    return TensorSpec(
+        name=name,
+        shape=tuple(int(length) for length in value.shape),
+        stride=tuple(int(step) for step in value.stride()),
+        dtype=value.dtype,
+        device=value.device,
+        offset=int(value.storage_offset()),
+        extent=int(value.untyped_storage().nbytes()) // size,
+        tangent="tangents" in name,
+    )
