@@ -15,8 +15,9 @@ from remat.executors import eager
 from remat.options import Options
 from remat.partitioner import Ledger, partition
 from remat.passes.torch_private import dynamo
+from remat.passes.torch_private.double_backward import on_double_backward
 from remat.plans import Plan, Unplanned
-from remat.solvers.errors import RematError
+from remat.solvers.errors import CaptureError, RematError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def compile_graph(
     Raises:
         RematError: it has no plan that keeps the budget, or cannot be planned.
     """
+    if options.double_backward:
+        return CompiledGraph(graph, Unplanned("double_backward=True: this graph runs uncompiled"))
     made: list[Plan | Unplanned] = []
 
     def split(
@@ -58,7 +61,27 @@ def compile_graph(
             f"one graph was partitioned {len(made)} times; nested graphs (invoke_subgraph) "
             "are not in this version"
         )
-    return CompiledGraph(run, made[0])
+    return CompiledGraph(_first_order(run), made[0])
+
+
+def _first_order(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, refusing a second backward in words before torch does in the engine's."""
+
+    def call(*inputs: Any) -> Any:
+        outputs = run(*inputs)
+        if torch.is_grad_enabled():
+            on_double_backward(outputs, _refuse_double_backward)
+        return outputs
+
+    return call
+
+
+def _refuse_double_backward() -> None:
+    raise CaptureError(
+        "backward goes through the gradients of a compiled call (create_graph=True), and a "
+        "compiled graph holds one backward: call the plain model in this step, or compile with "
+        "double_backward=True, which runs the graph uncompiled and unplanned"
+    )
 
 
 def _inference() -> Unplanned:

@@ -50,6 +50,8 @@ class Options:
         optimizer: counts its state as resident bytes.
         on_unplanned: what to do about a call that was never planned: ``"warn"``, ``"raise"``,
             ``"ignore"``.
+        double_backward: backward may go through gradients (``create_graph=True``). Compiled graphs
+            hold one backward, so graphs that train then run uncompiled and unplanned.
         inductor: not in this version.
         plan: a stored plan to replay, or the path of one (it is loaded here).
         progress: called while a plan is sought, maybe from another thread, with (seconds of the
@@ -73,6 +75,7 @@ class Options:
     recompute: tuple[str, ...] = ()
     optimizer: Any = None
     on_unplanned: Literal["warn", "raise", "ignore"] = "warn"
+    double_backward: bool = False
     inductor: dict[str, Any] | None = None
     plan: Plan | None = None
     cost: Literal["measured", "roofline", "flops"] | None = None
@@ -97,6 +100,8 @@ class Options:
                 f"progress={self.progress!r} is not a function; it is called with (seconds of the "
                 "best plan or None, seconds no plan can beat)"
             )
+        if not isinstance(self.double_backward, bool):
+            _refuse("double_backward", self.double_backward, "must be True or False")
         if self.cost is not None:
             _one_of("cost", self.cost, COSTS)
         _refuse_what_this_version_lacks(self)

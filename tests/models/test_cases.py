@@ -1,59 +1,130 @@
-"""Training loops that went wrong elsewhere, plain and planned, bit by bit; each case says where."""
+"""Training loops that went wrong elsewhere, plain and planned, bit by bit; each case says where.
+
+A case that declares ``EXPECTED = "equal"`` leaves behind what the plain model leaves. One that
+declares ``REFUSED`` raises a RematError with those words, and leaves a model that still trains.
+"""
 
 from __future__ import annotations
 
 import importlib
-import random
-from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import remat
-from tests.models.steps import same_bits
+from remat import RematError
+from tests.models.compare import EXECUTORS, differences, inexact, left_behind, seed_everything
 
 CASES = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[a-z]*.py"))
+LARGER = [
+    pytest.param(name, size, marks=pytest.mark.slow, id=f"{name}-{label}")
+    for name in CASES
+    for label, size in getattr(
+        importlib.import_module(f"tests.models.cases.{name}"), "SIZES", {}
+    ).items()
+]
+ALL_BUDGETS = ("multihead_partial_loss",)  # quick, and every budget had its own mistake elsewhere
+
+# What Dynamo itself does to autograd functions, and to inputs that are not leaves; what torch says
+# of .backward(create_graph=True).
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
+]
 
 
-def outcome_of(case: Any, memory_budget: float | None) -> dict[str, Any]:
-    """What the case's steps return, and all they leave behind; None runs the plain model."""
-    model, args, loss = case.build()
-    run = model
-    if memory_budget is not None:
-        options = {"time_limit": 0.3, "on_unplanned": "ignore"}
-        run = remat.compile(model, memory_budget=memory_budget, **options)
-    torch.manual_seed(7)
-    random.seed(7)
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"tests.models.cases.{name}")
+
+
+def compiled(model: Any, memory_budget: float, executor: str) -> Any:
+    options = {"time_limit": 0.3, "on_unplanned": "ignore"}
+    return remat.compile(model, memory_budget=memory_budget, executor=executor, **options)
+
+
+def outcome_of(case: Any, prepare: Any, size: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """What the case's steps return, and all they leave behind, input gradients included."""
+    torch._dynamo.reset()
+    model, args, loss = case.build(*size)
+    run = prepare(model)
+    seed_everything()
+    inputs = {f"argument{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     if hasattr(case, "steps"):
         outcome: dict[str, Any] = dict(case.steps(model, run))
     else:
         outcome = {"loss": loss(run(*args))}
         outcome["loss"].backward()
-    outcome["rng"] = torch.get_rng_state()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        outcome[f"value/{name}"] = tensor.detach().clone()
-        outcome[f"gradient/{name}"] = None if tensor.grad is None else tensor.grad.clone()
-    return outcome
+    return {**outcome, **left_behind(model, **inputs)}
 
 
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return same_bits(left, right)
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    return bool(left == right)
+def plain(model: Any) -> Any:
+    return model
 
 
-# What Dynamo itself does to autograd functions, and to inputs that are not leaves.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("memory_budget", [0.0, pytest.param(0.5, marks=pytest.mark.matrix)])
+def check(name: str, memory_budget: float, executor: str, size: tuple[Any, ...] = ()) -> None:
+    case = load(name)
+    if hasattr(case, "REFUSED"):
+        check_refused(case, memory_budget, executor)
+        return
+    assert case.EXPECTED == "equal"
+    found = outcome_of(case, lambda model: compiled(model, memory_budget, executor), size)
+    if executor == "eager":
+        assert differences(outcome_of(case, plain, size), found) == []
+        return
+    stock = outcome_of(case, lambda model: torch.compile(model, dynamic=False), size)
+    exact = None if _draws(stock) else outcome_of(case, lambda model: model.double(), size)
+    assert inexact(found, stock, exact) == []
+
+
+def _draws(outcome: dict[str, Any]) -> bool:
+    seed_everything()
+    return not torch.equal(outcome["rng"], torch.get_rng_state())
+
+
+def check_refused(case: Any, memory_budget: float, executor: str) -> None:
+    model, args, loss = case.build()
+    before = left_behind(model)
+    run = compiled(model, memory_budget, executor)
+    with pytest.raises(RematError) as caught:
+        case.steps(model, run) if hasattr(case, "steps") else run(*args)
+    assert case.REFUSED in str(caught.value)
+    after = left_behind(model)
+    assert differences(before, {**after, "rng": before["rng"]}) == []
+    loss(model(*args)).backward()  # the plain model trains on
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    "memory_budget",
+    [0.0, *(pytest.param(budget, marks=pytest.mark.matrix) for budget in (0.5, 1.0))],
+)
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_gives_the_numbers_of_the_plain_model(name: str, memory_budget: float) -> None:
-    case = importlib.import_module(f"tests.models.cases.{name}")
-    plain, planned = outcome_of(case, None), outcome_of(case, memory_budget)
-    assert plain.keys() == planned.keys()
-    assert [key for key in plain if not same(plain[key], planned[key])] == []
+def test_a_case_gives_the_numbers_of_the_plain_model(
+    name: str, memory_budget: float, executor: str
+) -> None:
+    check(name, memory_budget, executor)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("memory_budget", [0.5, 1.0])
+@pytest.mark.parametrize("name", ALL_BUDGETS)
+def test_a_quick_case_at_every_budget(name: str, memory_budget: float, executor: str) -> None:
+    check(name, memory_budget, executor)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("name", "size"), LARGER)
+def test_a_case_in_full_size(name: str, size: tuple[Any, ...], executor: str) -> None:
+    check(name, 0.0, executor, size)
+
+
+def test_every_case_says_what_is_expected_of_it() -> None:
+    for name in CASES:
+        case = load(name)
+        assert hasattr(case, "EXPECTED") != hasattr(case, "REFUSED"), name
+        assert "Source:" in case.__doc__, name

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+EXPECTED = "equal"
+
 V, T = 257, 24
 
 

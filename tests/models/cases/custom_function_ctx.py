@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+EXPECTED = "equal"
+
 
 class RoundSTE(torch.autograd.Function):
     @staticmethod

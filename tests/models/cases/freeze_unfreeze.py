@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+EXPECTED = "equal"
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+EXPECTED = "equal"
+
 
 class Attn(nn.Module):
     def __init__(self, d: int = 8, layers: int = 2) -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+EXPECTED = "equal"
+
 
 class Lora(nn.Module):
     def __init__(self, base: Any, r: int = 2) -> None:

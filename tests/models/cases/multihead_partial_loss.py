@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+EXPECTED = "equal"
+
 
 class Net(nn.Module):
     def __init__(self, d: int = 10) -> None:

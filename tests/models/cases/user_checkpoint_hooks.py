@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+EXPECTED = "equal"
+
 
 class Blk(nn.Module):
     def __init__(self, d: int = 8) -> None:

@@ -1,0 +1,117 @@
+"""Whatever a training loop leaves behind, compared: bit by bit, or as exactly as inductor can.
+
+The eager executor runs the plain model's kernels, so its results are the plain model's, bit for bit.
+Inductor's kernels round otherwise: what a plan may add to that is nothing, so a planned result has
+to be as near to the float64 one as stock inductor's is, and a step that draws random numbers, for
+which no float64 run draws the same, has to equal stock inductor's with the same seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from tests.models.steps import same_bits
+
+EXECUTORS: Final = ("eager",)
+"""Executors the tests of this folder run under; each test names its executor."""
+
+Outcome = dict[str, Any]
+_ERRORS: Final = 2.0  # times the error of stock inductor
+_ULPS: Final = 4.0  # of the norm, where stock inductor happens to be exact
+
+
+def seed_everything(seed: int = 7) -> None:
+    """Seed torch's and Python's generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def left_behind(model: nn.Module, **inputs: Tensor) -> Outcome:
+    """Copies of parameters, buffers, gradients, inputs and the states of both generators."""
+    outcome: Outcome = {"rng": torch.get_rng_state(), "python": random.getstate()}
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **inputs}
+    for name, tensor in named.items():
+        outcome[f"value/{name}"] = tensor.detach().clone()
+        outcome[f"gradient/{name}"] = None if tensor.grad is None else tensor.grad.clone()
+    return outcome
+
+
+def differences(wanted: Any, found: Any, *, zero_is_none: bool = False, at: str = "") -> list[str]:
+    """Where two outcomes differ, by name; tensors are compared by their bits.
+
+    Args:
+        zero_is_none: a gradient of zeros may stand where none is wanted, as AOTAutograd has it for
+            parameters whose output got no gradient.
+    """
+    if isinstance(wanted, Tensor) and isinstance(found, Tensor):
+        return [] if same_bits(wanted, found) else [at]
+    if wanted is None and isinstance(found, Tensor) and zero_is_none and "gradient" in at:
+        return [] if not found.any() else [at]
+    parts = _parts(wanted), _parts(found)
+    if parts[0] is None or parts[1] is None:
+        return [] if type(wanted) is type(found) and wanted == found else [at]
+    if type(wanted) is not type(found) or parts[0].keys() != parts[1].keys():
+        return [at or "structure"]
+    return [
+        name
+        for key, item in parts[0].items()
+        for name in differences(
+            item, parts[1][key], zero_is_none=zero_is_none, at=f"{at}/{key}" if at else str(key)
+        )
+    ]
+
+
+def inexact(found: Any, stock: Any, exact: Any | None = None, *, at: str = "") -> list[str]:
+    """Where ``found`` is further off than stock inductor may be; for executors that round anew.
+
+    Args:
+        found: the planned run.
+        stock: stock inductor's run, with the same seed.
+        exact: the float64 run; None where the step draws random numbers, and ``found`` is compared
+            with ``stock`` itself.
+    """
+    if isinstance(stock, Tensor) and isinstance(found, Tensor):
+        return [] if _near(found, stock, exact) else [at]
+    parts = _parts(stock), _parts(found)
+    if parts[0] is None or parts[1] is None:
+        return [] if stock == found else [at]
+    if parts[0].keys() != parts[1].keys():
+        return [at or "structure"]
+    exact_parts = _parts(exact) or {}
+    return [
+        name
+        for key, item in parts[0].items()
+        for name in inexact(
+            parts[1][key], item, exact_parts.get(key), at=f"{at}/{key}" if at else str(key)
+        )
+    ]
+
+
+def _near(found: Tensor, stock: Tensor, exact: Tensor | None) -> bool:
+    if found.dtype != stock.dtype or found.shape != stock.shape:
+        return False
+    if not found.is_floating_point():
+        return torch.equal(found, stock)
+    reference = (stock if exact is None else exact).double()
+    allowed = _ULPS * torch.finfo(found.dtype).eps * reference.norm()
+    if exact is not None:
+        allowed = torch.maximum(allowed, _ERRORS * (stock.double() - reference).norm())
+    same_nan = torch.equal(found.isnan(), stock.isnan())
+    return same_nan and bool((found.double() - reference).nan_to_num().norm() <= allowed)
+
+
+def _parts(item: Any) -> dict[Any, Any] | None:
+    """What a container holds, by key; None for what is no container."""
+    if isinstance(item, Mapping):
+        return dict(item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {part.name: getattr(item, part.name) for part in dataclasses.fields(item)}
+    if isinstance(item, Sequence) and not isinstance(item, str | bytes):
+        return dict(enumerate(item))
+    return None
