@@ -28,7 +28,9 @@ def count_holding(nodes: Iterable[Any]) -> int:
 
 def _holds(node: Any) -> bool:
     try:
-        node.saved_tensors  # noqa: B018  raises once a backward has freed them
+        # Raises once a backward has freed them. Not `saved_tensors`: that unpacks each, through the
+        # hooks of the caller, who may read a disk there or, in a checkpoint, run the forward again.
+        node._raw_saved_tensors  # noqa: B018
     except RuntimeError:
         return False
     return True
