@@ -1,6 +1,6 @@
 """Whatever a training loop leaves behind, compared: bit by bit, or as exactly as inductor can.
 
-The eager executor runs the plain model's kernels, so its results are the plain model's, bit for bit.
+The eager executor runs the plain model's kernels, so its results are the plain model's, to the bit.
 Inductor's kernels round otherwise: what a plan may add to that is nothing, so a planned result has
 to be as near to the float64 one as stock inductor's is, and a step that draws random numbers, for
 which no float64 run draws the same, has to equal stock inductor's with the same seed.

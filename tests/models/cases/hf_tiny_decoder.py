@@ -1,4 +1,4 @@
-"""A tiny Hugging Face Llama: labels, padding mask, ModelOutput, cache, HF's own checkpointing on and off.
+"""A tiny Hugging Face Llama: labels, padding mask, ModelOutput, cache, HF's own checkpointing.
 
 Source: huggingface/transformers#26103 / PR #48200 (all-or-nothing checkpointing), #28056, #42489,
         huggingface/trl#1798, topal-team/rockmate#6 (planner tied to transformers 4.36 / torch 2.3).

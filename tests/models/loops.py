@@ -1,0 +1,81 @@
+"""One training loop run twice, with the plain model and with the planned one, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import remat
+from tests.models.compare import Outcome, differences, left_behind, seed_everything
+
+Run = Callable[..., Any]
+Body = Callable[[nn.Module, Run, Outcome], None]
+WIDTH = 8
+
+
+class Residual(nn.Module):
+    """Blocks of a norm, a linear map, tanh and dropout; what most loops here train."""
+
+    def __init__(self, blocks: int = 2, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.drop(torch.tanh(layer(self.norm(x))))
+        return x
+
+
+def batch(seed: int, *shape: int) -> Tensor:
+    """Random numbers that depend on nothing but the seed and the shape."""
+    return torch.randn(*(shape or (6, WIDTH)), generator=torch.Generator().manual_seed(seed))
+
+
+def planned(model: Any, executor: str, memory_budget: float | None = 0.0, **options: Any) -> Any:
+    """``remat.compile`` as these tests use it: quick, and silent about what is not planned."""
+    given = {"cost": "flops", "time_limit": 0.1, "on_unplanned": "ignore", **options}
+    return remat.compile(model, memory_budget=memory_budget, executor=executor, **given)
+
+
+def aot_eager(model: Any) -> Any:
+    """torch's own graphs, run op by op."""
+    return torch.compile(model, backend="aot_eager", dynamic=False)
+
+
+def trained(build: Callable[[], nn.Module], body: Body, prepare: Run) -> tuple[Outcome, Any]:
+    """What ``body`` sees and leaves behind on a fresh model, run as ``prepare(model)``."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build()
+    run = prepare(model)
+    seed_everything()
+    outcome: Outcome = {}
+    body(model, run, outcome)
+    return {**outcome, **left_behind(model)}, run
+
+
+def check(
+    build: Callable[[], nn.Module],
+    body: Body,
+    executor: str,
+    *,
+    zero_is_none: bool = False,
+    stock: bool = False,
+    **options: Any,
+) -> Any:
+    """Hold the loop under a plan to the loop without one; returns the planned callable.
+
+    Args:
+        body: trains ``model`` by calling ``run``, and notes in ``outcome`` what it sees.
+        zero_is_none: see :func:`tests.models.compare.differences`.
+        stock: hold it to torch's own compiled graphs instead, where those already differ from the
+            plain model (say, by the order in which gradients are added up).
+    """
+    wanted, _ = trained(build, body, aot_eager if stock else lambda model: model)
+    found, run = trained(build, body, lambda model: planned(model, executor, **options))
+    assert differences(wanted, found, zero_is_none=zero_is_none) == []
+    return run
