@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,7 +11,8 @@ from remat.capture import check_trainable, fresh_function, plan_on_fake_tensors
 from remat.options import Options
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
-from remat.session import Session, refuse_breaks
+from remat.session import Session
+from remat.sharing import StepPlan
 from remat.solvers.errors import InvalidOption, RematError
 
 _UNCOMPILED: Final = Unplanned(
@@ -34,7 +34,6 @@ class Compiled:
         self._model = model
         owner = model if isinstance(model, torch.nn.Module) else None
         self._session = Session(options, owner=owner)
-        self._breaks: Counter[str] = Counter()
         function = fresh_function(model)
         self._run = torch.compile(function, backend=self._session.backend, dynamic=False)
 
@@ -43,13 +42,15 @@ class Compiled:
         """One for each captured graph; see the class."""
         return self._session.plans
 
+    @property
+    def step_plan(self) -> StepPlan | None:
+        """How several graphs of a step share the budget, from the second step on; else None."""
+        return self._session.step_plan
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, breaks = self._session.calls, dynamo.graph_breaks()
-        result = self._call(*args, **kwargs)
-        if torch.is_grad_enabled():
-            # Remembered: later calls run what is compiled already, and break nothing anew.
-            self._breaks = self._breaks or dynamo.graph_breaks() - breaks
-            refuse_breaks(self._breaks)
+        before = self._session.calls
+        with self._session.entered((args, kwargs)):
+            result = self._call(*args, **kwargs)
         if self._session.calls == before:
             self._session.say(_UNCOMPILED)
         return result
@@ -63,7 +64,7 @@ class Compiled:
             raise
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_model", "_session", "_breaks", "_run"):
+        if name in ("_model", "_session", "_run"):
             raise AttributeError(name)
         return getattr(self._model, name)
 
@@ -90,7 +91,7 @@ def compile(model: Callable[..., Any], **options: Any) -> Compiled:
     Raises:
         InvalidOption: an option is wrong, or the model has no trainable parameters.
         BudgetTooSmall: (at the first call) no plan keeps the budget.
-        CaptureError: (at the first call) the model is not one graph.
+        CaptureError: (at the first call) the model cannot be captured.
     """
     checked = Options.make(**options)
     if not callable(model):

@@ -1,32 +1,29 @@
 """What must be remembered from call to call: the graphs of a model, their plans, what is resident.
 
-A session belongs to one compiled callable. Each graph Dynamo hands over becomes a
-:class:`GraphRunner`, which knows the bytes that were resident when its plan was made; where a later
-call finds more (gradients being accumulated, optimizer state that has come into being) and the plan
-would no longer keep the budget, the graph is planned again for what is there.
+A session belongs to one compiled callable, or to all that share one options object. Each graph
+Dynamo hands over becomes a :class:`remat.graphs.GraphRunner`. A graph that is a whole step is
+planned when it comes; where there are several in a step, :mod:`remat.sequences` shares the budget.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from remat.compilation import compile_graph
+from remat.graphs import GraphRunner
 from remat.measurement import resident_bytes
 from remat.options import Options
-from remat.partitioner import Ledger
-from remat.passes.storages import main_device
-from remat.passes.torch_private import autograd, dynamo
+from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
+from remat.sequences import Sequences
+from remat.sharing import StepPlan
 from remat.solvers.errors import CaptureError
-from remat.solvers.units import format_bytes
 
 
 class UnplannedWarning(UserWarning):
@@ -40,13 +37,22 @@ class Session:
         options: as given.
         owner: the model, if it is known: all its parameters are resident, used or not.
         calls: how often a captured graph has run.
+        given: the object the options were read from, kept alive.
     """
 
-    def __init__(self, options: Options, owner: object = None) -> None:
+    def __init__(self, options: Options, owner: object = None, given: object = None) -> None:
         self.options = options
+        self.given = given
         self.owner = owner
         self.calls = 0
         self._graphs: list[GraphRunner] = []
+        self._sequences = Sequences(options, owner, self.say)
+        self._breaks: Counter[str] | None = None
+
+    @property
+    def step_plan(self) -> StepPlan | None:
+        """How the latest step of several graph calls shares the budget; None if there was none."""
+        return self._sequences.plan
 
     @property
     def plans(self) -> tuple[Plan | Unplanned, ...]:
@@ -63,11 +69,78 @@ class Session:
                     f"an input has a dynamic size ({item}); this version plans static sizes: "
                     "compile with dynamic=False, so that every size gets its own plan"
                 )
-        if _trains(example_inputs):
-            refuse_break(graph)
-        runner = GraphRunner(self, graph, example_inputs)
+        several = self._has_budget and _trains(example_inputs) and self._is_one_of_several(graph)
+        with self._unwatched():
+            runner = GraphRunner(self, graph, example_inputs, several=several)
         self._graphs.append(runner)
         return runner
+
+    @property
+    def _has_budget(self) -> bool:
+        return self.options.memory_budget is not None and self.options.plan is None
+
+    def _is_one_of_several(self, graph: fx.GraphModule) -> bool:
+        """Whether it cannot be the whole step.
+
+        A break inside a loop, or under a backward hook, leaves graphs that say nothing of it.
+        """
+        broken = dynamo.break_reason(graph) is not None
+        hidden = self._breaks is not None and dynamo.graph_breaks() - self._breaks
+        self._sequences.several |= broken or bool(hidden)
+        return self._sequences.several or self._sequences.waiting
+
+    @contextlib.contextmanager
+    def entered(self, inputs: Any) -> Iterator[None]:
+        """Around a call of the compiled callable with ``inputs``."""
+        if not (self._has_budget and torch.is_grad_enabled()):
+            yield
+            return
+        self._breaks = dynamo.graph_breaks()
+        leaves = torch.utils._pytree.tree_leaves(inputs)
+        self._sequences.enter([item for item in leaves if isinstance(item, torch.Tensor)])
+        try:
+            yield
+        finally:
+            self._breaks = None
+            self._sequences.leave()
+
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Compiling is no part of a step whose bytes are watched."""
+        step = self._sequences.step
+        watched = step is not None and step.interrupt()
+        yield
+        if watched and step is not None:
+            step.resume()
+
+    def run(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
+        """Run a graph with the plan that its place in the step asks for."""
+        self.calls += 1
+        grad = torch.is_grad_enabled()
+        if isinstance(runner.plan, Unplanned) or not self._has_budget or not grad:
+            return self._run_alone(runner, inputs)
+        chosen = self._sequences.choose(runner, inputs)
+        with self._unwatched():
+            if chosen == "alone":
+                made = runner.alone(inputs)
+            else:
+                made = runner.least(inputs) if chosen is None else runner.placed(chosen, inputs)
+        step = self._sequences.step
+        assert step is not None
+        assert isinstance(made.plan, Plan)
+        call = step.enter(runner, made.plan)
+        result = made.run(*inputs)
+        step.leave(call, result)
+        return result
+
+    def _run_alone(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
+        made = runner.alone(inputs)
+        if isinstance(made.plan, Unplanned) or made.plan.memory_budget is None:
+            return made.run(*inputs)
+        runner.count_waiting(made.plan, made.plan.memory_budget)
+        result = made.run(*inputs)
+        runner.watch(result)
+        return result
 
     def say(self, unplanned: Unplanned) -> None:
         """Report what no plan covers, as ``on_unplanned`` wants it."""
@@ -83,143 +156,13 @@ class Session:
         return resident_bytes((inputs, self.owner, self.options.optimizer), device)
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """A graph compiled for a certain amount of gradients and optimizer state."""
-
-    run: Callable[..., Any]
-    moving_bytes: int
-    plan: Plan | Unplanned
-
-    def keeps_budget(self, moving_bytes: int) -> bool:
-        if isinstance(self.plan, Unplanned) or self.plan.memory_budget is None:
-            return True
-        return self.plan.peak + moving_bytes - self.moving_bytes <= self.plan.memory_budget
-
-    def moved(self, moving_bytes: int, *, budget_too: bool) -> _Variant:
-        """The same graphs, and their plan with that much resident."""
-        assert isinstance(self.plan, Plan)
-        change = moving_bytes - self.moving_bytes
-        return _Variant(self.run, moving_bytes, self.plan.shifted(change, budget_too=budget_too))
-
-
-class GraphRunner:
-    """One captured graph: plans it when made, and again when more is resident than was planned."""
-
-    def __init__(self, session: Session, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self._session = session
-        self._graph = graph
-        self._variants = [self._compile(inputs)]
-        self._active = self._variants[0]
-        self._said = False
-        self._forwards: list[weakref.ref[Any]] = []
-
-    @property
-    def plan(self) -> Plan | Unplanned:
-        """The plan of the latest call."""
-        return self._active.plan
-
-    def __call__(self, *inputs: Any) -> Any:
-        self._active = self._variant(inputs)
-        # Said here, not while torch compiles: there a warning that is an error breaks compilation.
-        if isinstance(self._active.plan, Unplanned) and not self._said:
-            self._session.say(self._active.plan)  # where it raises, it raises at every call
-            self._said = True
-        self._session.calls += 1
-        if isinstance(self._active.plan, Unplanned) or self._active.plan.memory_budget is None:
-            return self._active.run(*inputs)
-        self._count_waiting(self._active.plan, self._active.plan.memory_budget)
-        result = self._active.run(*inputs)
-        node = autograd.backward_node(result)
-        if node is not None:
-            self._forwards.append(weakref.ref(node))
-        return result
-
-    def _count_waiting(self, plan: Plan, budget: int) -> None:
-        """Say so if what earlier forwards hold for their backward does not fit beside this call."""
-        alive = [(ref, node) for ref in self._forwards if (node := ref()) is not None]
-        self._forwards = [ref for ref, _ in alive]
-        waiting = autograd.count_holding(node for _, node in alive)
-        held = waiting * plan.kept_bytes
-        if waiting == 0 or plan.peak + held <= budget or self._said:
-            return
-        self._session.say(
-            Unplanned(
-                f"{waiting} earlier forward{'s' * (waiting > 1)} of this graph still wait for "
-                f"backward and hold {format_bytes(held)}; the budget of {format_bytes(budget)} is "
-                "that of one forward and backward at a time: call backward() after each forward, "
-                "or leave that much more room"
-            )
-        )
-        self._said = True
-
-    def _variant(self, inputs: Sequence[Any]) -> _Variant:
-        if isinstance(self._active.plan, Unplanned) or not torch.is_grad_enabled():
-            return self._active
-        moving = self._moving_bytes(inputs)
-        for variant in self._variants:
-            if variant.moving_bytes == moving:
-                return variant
-        # A fraction is a place between two peaks that both grow with what is resident: its budget
-        # moves along. Bytes stay: where they no longer suffice, the graph is planned again.
-        moves = self._session.options.budget.kind == "fraction"
-        for variant in self._variants:
-            if moves or variant.keeps_budget(moving):
-                self._variants.append(variant.moved(moving, budget_too=moves))
-                return self._variants[-1]
-        self._variants.append(self._compile(inputs))
-        return self._variants[-1]
-
-    def _moving_bytes(self, inputs: Sequence[Any]) -> int:
-        """Bytes of what comes and goes between calls: gradients, optimizer state."""
-        total = 0
-        for item in inputs:
-            if isinstance(item, torch.Tensor) and item.requires_grad and item.is_leaf:
-                gradient = item.grad
-                total += 0 if gradient is None else gradient.untyped_storage().nbytes()
-        optimizer = self._session.options.optimizer
-        for state in optimizer.state.values() if optimizer is not None else ():
-            for item in state.values():
-                if isinstance(item, torch.Tensor):
-                    total += item.untyped_storage().nbytes()
-        return total
-
-    def _compile(self, inputs: Sequence[Any]) -> _Variant:
-        device = main_device(item for item in inputs if isinstance(item, torch.Tensor))
-        ledger = Ledger(resident=self._session.resident(inputs, device))
-        made = compile_graph(self._graph, inputs, self._session.options, ledger)
-        return _Variant(made.run, self._moving_bytes(inputs), made.plan)
-
-
-def refuse_break(graph: fx.GraphModule) -> None:
-    """Refuse a graph that ends before its function does.
-
-    Raises:
-        CaptureError: names the line that breaks it, and why.
-    """
-    broken = dynamo.break_reason(graph)
-    if broken is not None:
-        raise not_one_graph(broken)
-
-
-def refuse_breaks(reasons: Counter[str]) -> None:
-    """Refuse a step that was not one graph, though the graphs it left do not say so.
-
-    Raises:
-        CaptureError: with the reasons.
-    """
-    if reasons:
-        broken = dynamo.Break("something (TORCH_LOGS=graph_breaks shows its line)", min(reasons))
-        raise not_one_graph(broken)
-
-
 def not_one_graph(broken: dynamo.Break) -> CaptureError:
     """The error for a step that is several graphs."""
     return CaptureError(
         f"the model was captured as more than one graph: {broken.line} breaks it "
-        f"({broken.reason}). One memory budget over several graphs is not in this version: "
-        "remove what breaks the graph, or move it out of the compiled function (a Hugging Face "
-        "model: call it without labels= and compute the loss from its logits)"
+        f"({broken.reason}). Without running the step only one graph can be planned: use "
+        "remat.compile, which shares the budget over several, or remove what breaks the graph (a "
+        "Hugging Face model: call it without labels= and compute the loss from its logits)"
     )
 
 
@@ -227,4 +170,3 @@ def _trains(inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(item, torch.Tensor) and item.requires_grad for item in inputs
     )
-

@@ -1,11 +1,13 @@
-"""Private torch: the autograd node of a compiled call, and whether it still holds its tensors."""
+"""Private torch: the autograd node of a compiled call, what it holds, when it and backward run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 
@@ -34,3 +36,31 @@ def _holds(node: Any) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def before_backward(node: Any, callback: Callable[[Sequence[Any]], None]) -> None:
+    """Have ``callback`` called with the incoming gradients whenever the node's backward begins.
+
+    A hook after it would hold those gradients while it runs, which costs memory; one before does
+    not.
+    """
+    node.register_prehook(callback)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Inside a backward: have ``callback`` called once, when all its nodes have run."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def when_backward_returns(callback: Callable[[], None]) -> None:
+    """Inside a backward: have ``callback`` called once it has returned to its caller.
+
+    Inside, the engine restores the state of the thread, an ended profiler included. Its caller
+    stashes a context for the time being, whose end is what is watched; where a torch does not, the
+    callback is never called.
+    """
+    if not torch._C._is_key_in_tls("context"):
+        return
+    stashed = torch._C._get_obj_in_tls("context")
+    if stashed is not None:
+        weakref.finalize(stashed, callback).atexit = False

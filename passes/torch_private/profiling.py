@@ -10,7 +10,7 @@ a test holds them equal.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch._C._autograd import (
     _disable_profiler_legacy,
@@ -18,6 +18,9 @@ from torch._C._autograd import (
     _profiler_enabled,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.autograd.profiler import record_function
+
+_MARK: Final = "remat."
 
 
 class MemoryEvent(NamedTuple):
@@ -26,6 +29,19 @@ class MemoryEvent(NamedTuple):
 
     seconds: float
     bytes: int
+
+
+class Mark(NamedTuple):
+    """A call of :func:`mark`, among the events."""
+
+    seconds: float
+    name: str
+
+
+def mark(name: str) -> None:
+    """Leave a mark in the recording of the current thread; nothing where none runs."""
+    with record_function(_MARK + name):
+        pass
 
 
 def is_profiling() -> bool:
@@ -48,16 +64,25 @@ def start_memory_events() -> None:
 
 def stop_memory_events() -> list[MemoryEvent]:
     """End the recording; its events in the order they happened."""
+    return [event for event in stop_events() if isinstance(event, MemoryEvent)]
+
+
+def stop_events() -> list[MemoryEvent | Mark]:
+    """End the recording; its events and marks in the order they happened."""
     recorded: Any = _disable_profiler_legacy()  # torch's stub describes the other profiler's events
     threads = [
-        [
-            MemoryEvent(event.start_us() / 1e6, event.cpu_memory_usage())
-            for event in thread
-            if event.kind() == "memory_alloc"
-        ]
-        for thread in recorded
+        [read for event in thread if (read := _read(event)) is not None] for thread in recorded
     ]
     if len(threads) == 1:
         return threads[0]
     # Stable: within a thread the order is exact, even where two events share a microsecond.
     return sorted((event for thread in threads for event in thread), key=lambda e: e.seconds)
+
+
+def _read(event: Any) -> MemoryEvent | Mark | None:
+    kind = event.kind()
+    if kind == "memory_alloc":
+        return MemoryEvent(event.start_us() / 1e6, event.cpu_memory_usage())
+    if kind == "push" and event.name().startswith(_MARK):
+        return Mark(event.start_us() / 1e6, event.name().removeprefix(_MARK))
+    return None

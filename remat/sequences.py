@@ -1,0 +1,348 @@
+"""Which plan a call runs with: the sequences of calls that are known, and the one that is followed.
+
+The first step of a new sequence runs with least-peak plans while it is recorded. Its budget is
+shared when it comes again, so from then on the budget holds for the whole step; that step is
+watched too, and where it was seen to hold other bytes beside the graphs, it is shared anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+
+from remat.graphs import GraphRunner, moving_bytes
+from remat.joined import Phase, kept_bytes
+from remat.measurement import resident_tensors
+from remat.options import Options
+from remat.passes.storages import main_device
+from remat.plans import Plan, Unplanned
+from remat.sharing import Recorded, StepPlan, share
+from remat.solvers.errors import BudgetTooSmall
+from remat.steps import Step
+
+MOST_SEQUENCES: Final = 8
+_MOST_CHECKS: Final = 3
+_SLACK: Final = 0.02  # of the budget: so much less is beside the graphs than thought, share anew
+
+
+@dataclass
+class _Known:
+    """A sequence of calls that was seen to its end.
+
+    Attributes:
+        sequence: the graphs that were called, and the order of forwards and backwards.
+        planned: which calls can be planned.
+        recorded: by the bytes of gradients and optimizer state when it began.
+        shared: the plans, likewise.
+        checks: how often it was watched with these plans, likewise.
+    """
+
+    sequence: tuple[Any, ...]
+    planned: tuple[int, ...]
+    recorded: dict[int, Recorded] = field(default_factory=dict)
+    shared: dict[int, StepPlan] = field(default_factory=dict)
+    checks: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> tuple[GraphRunner, ...]:
+        graphs: tuple[GraphRunner, ...] = self.sequence[0]
+        return graphs
+
+    def settled(self, moving: int) -> bool:
+        """Whether nothing more has to be watched."""
+        return self.checks.get(moving, 0) > 0
+
+    def covers(self, step: Step) -> bool:
+        """Whether ``step`` is this sequence, or its first calls alone, nested alike.
+
+        Fewer calls wait in it at every moment, so what keeps the budget here keeps it there.
+        """
+        graphs, events = step.sequence
+        inside = tuple(event for event in self.sequence[1] if event[1] < len(graphs))
+        return bool(graphs == self.graphs[: len(graphs)] and events == inside)
+
+
+class Sequences:
+    """The steps of one session, where they may be several graph calls.
+
+    Attributes:
+        several: whether some step of this session was, or is bound to be.
+        plan: how the latest step that was planned as a whole shares its budget.
+    """
+
+    def __init__(self, options: Options, owner: object, say: Callable[[Unplanned], None]) -> None:
+        self.options, self.owner, self.say = options, owner, say
+        self.several = False
+        self.plan: StepPlan | None = None
+        self.step: Step | None = None
+        self._finished = 0
+        self._known: list[_Known] = []
+        self._latest: _Known | None = None
+        self._follow: _Known | None = None
+        self._following: StepPlan | None = None
+        self._changed: str | None = None
+        self._gave_up = False
+        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._device = torch.device("cpu")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a call of the step waits for its backward."""
+        return self.step is not None and any(call.waits for call in self.step.calls)
+
+    def enter(self, inputs: Iterable[torch.Tensor]) -> None:
+        """The compiled callable is called: unless calls wait, a step begins."""
+        if not self.waiting:
+            self._begin(inputs)
+
+    def leave(self) -> None:
+        """It has returned, or failed: without a call of a graph there is nothing to watch."""
+        if self.step is not None and not self.step.calls:
+            self.step.forget()
+
+    def choose(self, runner: GraphRunner, inputs: Sequence[Any]) -> Plan | Literal["alone"] | None:
+        """What a call has to run with; None: the least there is."""
+        tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
+        if self.step is None or (self.step.calls and not self.waiting):
+            self._begin(tensors)
+        step = self.step
+        assert step is not None
+        at = len(step.calls)
+        if at == 0 and not self.several:
+            step.forget()
+            step.inputs = [weakref.ref(tensor) for tensor in tensors]
+            return "alone"
+        if not self.several:
+            self._discover(step)
+        if at == 0:
+            self._find(step, runner)
+        elif self._follow is not None and not self._matches(at, runner):
+            self._deviate(step, runner)
+        # What a graph is given and nothing has computed was there when the step began.
+        self._see(step, [tensor for tensor in tensors if tensor.is_leaf])
+        return self._place(at)
+
+    def _place(self, at: int) -> Plan | None:
+        if self._follow is None or self._following is None or at not in self._follow.planned:
+            return None
+        return self._following.plans[self._follow.planned.index(at)]
+
+    def _matches(self, at: int, runner: GraphRunner) -> bool:
+        assert self._follow is not None
+        return at < len(self._follow.graphs) and self._follow.graphs[at] is runner
+
+    def _begin(self, inputs: Iterable[torch.Tensor]) -> None:
+        self._finish()
+        if self._changed is not None:
+            changed, self._changed = self._changed, None
+            self.say(Unplanned(changed))
+        # Where a graph is the whole step, it looks itself at what is there.
+        watch = self.several or self._finished == 0
+        self.step = Step(self._moving(inputs) if watch else 0)
+        self._follow = self._following = None
+        if self._wants_recording(self.step.moving):
+            self._record(self.step, inputs)
+
+    def _wants_recording(self, moving: int) -> bool:
+        if not self.several:
+            return self._finished == 0
+        return not self._gave_up and (self._latest is None or not self._latest.settled(moving))
+
+    def _moving(self, inputs: Iterable[torch.Tensor]) -> int:
+        self._remember_leaves(inputs)
+        if self.owner is not None:
+            self._remember_leaves(resident_tensors(self.owner))
+        alive = [leaf for ref in self._leaves.values() if (leaf := ref()) is not None]
+        return moving_bytes(alive, self.options.optimizer)
+
+    def _remember_leaves(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.is_leaf and tensor.requires_grad:
+                self._leaves[id(tensor)] = weakref.ref(tensor)
+
+    def _record(self, step: Step, inputs: Iterable[torch.Tensor], level: int = 0) -> None:
+        """Watch ``step`` from here on, ``level`` bytes above where it began."""
+        there = list(resident_tensors((list(inputs), self.owner, self.options.optimizer)))
+        self._device = main_device(there)
+        step.record(self._device, level)
+        self._see(step, there)
+
+    def _see(self, step: Step, tensors: Iterable[torch.Tensor]) -> None:
+        """These were there when the step began."""
+        if step.levels is None:
+            return
+        tensors = list(tensors)
+        self._remember_leaves(tensors)
+        granularity = 512 if self._device.type == "cuda" else 1
+        gradients = [tensor.grad for tensor in tensors if tensor.is_leaf]
+        for tensor in (*tensors, *gradients):
+            if tensor is not None and tensor.device.type == self._device.type:
+                storage = tensor.untyped_storage()
+                size = -(-storage.nbytes() // granularity) * granularity
+                step.sizes.setdefault(storage._cdata, size)
+
+    def _discover(self, step: Step) -> None:
+        """A second call in a step of what was thought to be a single graph."""
+        self.several = True
+        first = step.calls[0]
+        held = kept_bytes(first.plan.problem, first.plan.solution.schedule)
+        returned = sum(v.bytes for v in first.plan.problem.values if v.output == "forward")
+        waiting = sum(call.waits for call in step.calls)
+        if self._finished > 0:
+            self.say(
+                Unplanned(
+                    f"{waiting} earlier forward{'s' * (waiting > 1)} of this graph still wait for "
+                    "backward, which had not happened before: the budget was that of one forward "
+                    "and backward at a time. It is shared over these calls from the next step on; "
+                    "or call backward() after each forward"
+                )
+            )
+        step.moving = self._moving(step.given)
+        step.earlier = (Phase("forward", 0, 0),)
+        self._record(step, step.given, held + returned)
+
+    def _find(self, step: Step, runner: GraphRunner) -> None:
+        """Follow the latest known sequence that begins so."""
+        latest = [] if self._latest is None else [self._latest]
+        for known in (*latest, *self._known[::-1]):
+            if known.graphs[0] is runner:
+                self._latest = self._follow = known
+                step.interrupt()  # solving is no part of the step
+                self._following = self._shared(known, step.moving)
+                self.plan = self._following or self.plan
+                break
+        else:
+            self._latest = None
+            if self._known and runner.calls > 1:
+                self._say_changed(step)
+        if not self._wants_recording(step.moving):
+            step.forget()
+        elif step.levels is None:
+            self._record(step, ())
+        else:
+            step.resume()
+
+    def _shared(self, known: _Known, moving: int) -> StepPlan | None:
+        """The plans for a sequence; None where they have to wait for a recording of their own."""
+        if moving in known.shared:
+            return known.shared[moving]
+        if moving in known.recorded:
+            recorded = known.recorded[moving]
+            starts = list(known.shared.values())
+            known.shared[moving] = share(recorded, recorded.resident, self.options, starts)
+            return known.shared[moving]
+        moves = self.options.budget.kind == "fraction"
+        for other, plan in known.shared.items():
+            change = moving - other
+            if moves or plan.peak + change <= plan.memory_budget:
+                known.shared[moving] = plan.shifted(change, budget_too=moves)
+                return known.shared[moving]
+        for other, recorded in known.recorded.items():
+            try:
+                resident = recorded.resident + moving - other
+                known.shared[moving] = share(recorded, resident, self.options)
+            except BudgetTooSmall:  # gradients were counted as new that are there already
+                return None
+            return known.shared[moving]
+        return None
+
+    def _deviate(self, step: Step, runner: GraphRunner) -> None:
+        follow, following = self._follow, self._following
+        assert follow is not None
+        self._follow = self._following = None
+        if runner.calls > 1:
+            self._say_changed(step)
+        at = len(step.calls)
+        if step.levels is not None or following is None or self._gave_up:
+            return
+        if len(follow.planned) < len(follow.graphs):
+            return
+        # The bytes so far are those of the sequence that was followed.
+        phases, events = following.joined.phases, 0
+        for index, phase in enumerate(phases):
+            if phase.kind != "eager" and events == at:
+                held = sum(following.kept_bytes(call) for call in range(at))
+                step.earlier = phases[:index]
+                self._record(step, (), phase.beside + held)
+                step.resident_before = following.joined.problem.fixed_bytes
+                return
+            events += phase.kind != "eager"
+
+    def _say_changed(self, step: Step) -> None:
+        if self._gave_up:
+            return
+        self.say(
+            Unplanned(
+                f"the sequence of graph calls changed at call {len(step.calls) + 1} of this step: "
+                "from there on it runs with the least-peak plans, and is planned when it comes "
+                "again"
+            )
+        )
+
+    def _finish(self) -> None:
+        """The step is over: learn from it."""
+        step, self.step = self.step, None
+        if step is None or not step.calls:
+            if step is not None:
+                step.forget()
+            return
+        self._finished += 1
+        if not self.several:
+            return
+        seen = step.phases()
+        known = next((k for k in self._known if k.sequence == step.sequence), None)
+        if known is not None:
+            self._latest = known
+            if seen is not None and seen[0] == known.planned:
+                self._learn(known, step, seen[1])
+        elif self._follow is not None and self._follow.covers(step):
+            self._latest = self._follow
+        else:
+            self._add(step, seen)
+
+    def _add(self, step: Step, seen: tuple[tuple[int, ...], tuple[Phase, ...]] | None) -> None:
+        if self._follow is not None:
+            self._changed = (
+                "the sequence of graph calls changed: backward did not run in the order of the "
+                "steps before; this sequence is planned when it comes again"
+            )
+        self._latest = None
+        if self._gave_up or seen is None:
+            return
+        if len(self._known) == MOST_SEQUENCES:
+            self._gave_up = True
+            self._changed = (
+                f"the sequence of graph calls keeps changing: {MOST_SEQUENCES} are planned, and "
+                "any other runs with the least-peak plans"
+            )
+            return
+        self._latest = _Known(step.sequence, seen[0])
+        self._known.append(self._latest)
+        self._latest.recorded[step.moving] = self._recorded(step, *seen)
+
+    def _recorded(
+        self, step: Step, planned: tuple[int, ...], phases: tuple[Phase, ...]
+    ) -> Recorded:
+        plans = tuple(step.calls[call].plan for call in planned)
+        return Recorded(plans, phases, step.resident, self._device)
+
+    def _learn(self, known: _Known, step: Step, phases: tuple[Phase, ...]) -> None:
+        """A known sequence was watched again."""
+        moving = step.moving
+        recorded = self._recorded(step, known.planned, phases)
+        checks = known.checks.get(moving, 0) + 1
+        known.recorded[moving] = recorded
+        known.checks[moving] = checks
+        plan = known.shared.get(moving)
+        if plan is None or self._following is not plan or checks >= _MOST_CHECKS:
+            return
+        peak = plan.peak_beside(phases, recorded.resident)
+        saves = plan.solution.schedule != plan.baseline
+        slack = saves and peak < plan.peak - _SLACK * plan.memory_budget
+        if peak > plan.memory_budget or slack:
+            known.shared.pop(moving)
+            known.checks[moving] = 0 if peak > plan.memory_budget else checks
