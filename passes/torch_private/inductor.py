@@ -1,15 +1,15 @@
 """Private torch: inductor with a partition of ours. Importing it takes eight seconds.
 
-What inductor's caches do with a custom partition (measured on torch 2.13; the figures are those of
-a process that compiles the same step a second time):
+What inductor's caches do with a custom partition, measured on torch 2.13:
 
 * AOTAutograd's cache is asked first. Its key holds the graph, the example inputs, inductor's whole
   configuration and ``Partitioner.uuid()``. On a hit, in the same process or in another, neither the
   partition nor the inner compiler is called: nothing is known of the two graphs.
-* FxGraphCache is asked for each graph that is compiled. Its key holds the partition's ``uuid()``
-  too, so a new one compiles even the graph that is the same. On a hit the source is known.
-* ``uuid()`` returning None does not bypass either cache; one digest for two plans would hand the
-  first plan's code to the second.
+* FxGraphCache is asked for each graph that is compiled. Its key holds ``uuid()`` too, so under
+  another one even a half that came out the same is compiled again. On a hit (AOTAutograd's cache
+  off, or its entry gone) the partition has been called and the source is known.
+* Both are on by default, and both reach from one process to the next through inductor's folder. One
+  ``uuid()`` for two plans of a graph would run the first plan's code for the second.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from remat.solvers.errors import InvalidOption, RematError
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+# Without it torch compiles a backward of static shapes when it is first run.
+_AT_ONCE: Final = "force_non_lazy_backward_lowering"
 
 # What remat sets itself, or cannot follow: the replay reads Python wrappers.
 _REFUSED: Final = {
@@ -122,7 +125,8 @@ def compile_with_partition(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with inductor; the graph itself is left as it is.
 
-    Both halves are compiled at once, where stock torch compiles the backward when it is first run.
+    Both halves are compiled at once, where stock torch compiles the backward when it is first run
+    (a torch without that switch still does, and ``on_compiled`` then comes that late).
 
     Args:
         options: checked by :func:`check_options`; they hold for this compilation only.
@@ -133,7 +137,7 @@ def compile_with_partition(
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         copied = _forward_metadata(donate)
         names = tuple(node.name for node in gm.graph.nodes if node.op == "placeholder")
-        trivial = _trivial_source(gm)
+        trivial = trivial_source(gm)
         compiled = _compile_fx.compile_fx_inner(gm, example_inputs, *args, **kwargs)
         kind = "inference" if kwargs.get("is_inference") else "forward"
         kind = "backward" if kwargs.get("is_backward") else kind
@@ -151,7 +155,7 @@ def compile_with_partition(
     own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     own.meta = dict(graph.meta)
     patches = {**options, "custom_partitioner_fn": partitioner}
-    with _functorch_config.patch(force_non_lazy_backward_lowering=True):
+    with _functorch_config.patch({_AT_ONCE: True} if hasattr(_functorch_config, _AT_ONCE) else {}):
         run: Any = _compile_fx.compile_fx(own, inputs, inner_compile=inner, config_patches=patches)
     return run
 
@@ -176,7 +180,7 @@ def _forward_metadata(donate: bool) -> int:
     return int(context.fw_metadata.num_mutated_inp_runtime_indices)
 
 
-def _trivial_source(gm: fx.GraphModule) -> str | None:
+def trivial_source(gm: fx.GraphModule) -> str | None:
     """A wrapper for a graph without calls, for which inductor generates none."""
     if any(node.op not in ("placeholder", "output") for node in gm.graph.nodes):
         return None
