@@ -79,6 +79,7 @@ def lower(
     fixed_bytes: int = 0,
     name: str = "",
     cost: str = "",
+    replays_random: bool = True,
 ) -> Lowered:
     """Make the problem of one joint graph.
 
@@ -86,8 +87,9 @@ def lower(
         costs: one for each of :func:`op_nodes`.
         fixed_bytes: resident bytes, alive whatever the plan.
         name, cost: texts for people.
+        replays_random: whether the executor can run a random op again from its generator's state.
     """
-    builder = _Builder(joint, storages, costs)
+    builder = _Builder(joint, storages, costs, replays_random)
     builder.add_values()
     for node in op_nodes(joint, storages):
         builder.add_node(node)
@@ -110,6 +112,7 @@ class _Builder:
     joint: JointGraph
     storages: Storages
     costs: Mapping[fx.Node, OpCost]
+    replays_random: bool = True
     values: list[Value] = field(default_factory=list)
     rows: list[Op] = field(default_factory=list)
     ops: list[LoweredOp] = field(default_factory=list)
@@ -183,6 +186,8 @@ class _Builder:
         reads = self._reads(node)
         why = ops.why_never_again(node)
         rerunnable = phase != "backward" and why is None and SNAPSHOT not in node.meta
+        if ops.is_random(node) and not self.replays_random:
+            rerunnable = False
         if self.written_in_place & {*self.storages.held[node], *self._raw_reads(node)}:
             rerunnable = False
         if why is not None and not ops.has_effect(node) and phase != "backward":

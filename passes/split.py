@@ -70,8 +70,9 @@ class _Emitter:
         self.lowered = lowered
         self.graph = fx.Graph()
         self.instances: dict[fx.Node, fx.Node] = {}
-        self.views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        self.views: dict[tuple[fx.Node, tuple[fx.Node, ...], int], fx.Node] = {}
         self.alive = alive
+        self.reader = -1
 
     def run(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
@@ -83,7 +84,7 @@ class _Emitter:
                 raise RematError(f"the eager executor cannot emit a {step.kind!r} step yet")
 
     def _compute(self, index: int) -> None:
-        what = self.lowered.ops[index]
+        what, self.reader = self.lowered.ops[index], index
         if what.kind == "node":
             assert what.node is not None
             self._emit(what.node, index)
@@ -155,10 +156,16 @@ class _Emitter:
                 "this version cannot save it. Write out of place in the model"
             )
         inputs = {source: self.resolve(source) for source in node.all_input_nodes}
-        key = (node, tuple(value for value in inputs.values() if isinstance(value, fx.Node)))
+        # Each reader has its own copy of what is inlined into it: one copy with readers far apart
+        # would be stored from the first to the last.
+        reader = self.reader if self._is_inlined(node) else -1
+        key = (node, tuple(v for v in inputs.values() if isinstance(v, fx.Node)), reader)
         if key not in self.views:
             self.views[key] = self.copy(node, inputs)
         return self.views[key]
+
+    def _is_inlined(self, node: fx.Node) -> bool:
+        return node in self.lowered.storages.inlined
 
     def output_args(self, outputs: tuple[Any, ...]) -> list[Any]:
         return [self.resolve(item) if isinstance(item, fx.Node) else item for item in outputs]

@@ -10,7 +10,7 @@ inputs, which have to be there when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,7 @@ class Storages:
             it for an op with several outputs.
         held: for every node, the storages its value lies in.
         created: for every node, the storages it allocates.
+        inlined: the nodes whose value is never stored.
     """
 
     bytes: list[int] = field(default_factory=list)
@@ -39,13 +40,14 @@ class Storages:
     holder: list[fx.Node] = field(default_factory=list)
     held: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     created: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    inlined: frozenset[fx.Node] = frozenset()
 
     @staticmethod
     def of(
         joint: JointGraph,
         granularity: int = 1,
         device_type: str | None = None,
-        inlined: Collection[fx.Node] = (),
+        inlined: frozenset[fx.Node] = frozenset(),
     ) -> Storages:
         """Read them off the fake values.
 
@@ -54,7 +56,7 @@ class Storages:
             device_type: count bytes on this kind of device only; None counts all.
             inlined: nodes whose value is never stored.
         """
-        found = Storages()
+        found = Storages(inlined=inlined)
         index: dict[int, tuple[int, ...]] = {}
         for node in joint.nodes:
             held: list[int] = []

@@ -19,15 +19,17 @@ from remat.budget import machine_memory
 from remat.cache import KnownPlans, known_plans
 from remat.cost.device import DeviceSpec, find_device
 from remat.cost.model import CostModel
+from remat.lowering import Lowering, lower_for_eager, lower_for_inductor
 from remat.options import Options
+from remat.passes.apart import hold_products
 from remat.passes.baseline import baseline_schedule
 from remat.passes.costs import OpCost
 from remat.passes.joint import JointGraph
-from remat.passes.lower import Lowered, lower, op_nodes
+from remat.passes.lower import Lowered
 from remat.passes.mutation import pin_mutated_reads
 from remat.passes.regions import inline_regions
 from remat.passes.split import split
-from remat.passes.storages import Storages, main_device, tensors_of
+from remat.passes.storages import main_device, tensors_of
 from remat.passes.torch_private import partition as private
 from remat.passes.verify import verify_joint, verify_split
 from remat.plans import Plan
@@ -53,11 +55,13 @@ class Ledger:
         resident: parameters, buffers, inputs, gradients and optimizer state at entry.
         other_graphs: what other graphs of the step keep alive meanwhile.
         device_exists: whether ops may be run to measure them; ``remat.plan`` runs nothing.
+        donates: under inductor, backward may write over what forward saved.
     """
 
     resident: int = 0
     other_graphs: int = 0
     device_exists: bool = True
+    donates: bool = False
 
     @property
     def total(self) -> int:
@@ -97,6 +101,8 @@ def partition(
         PlanMismatch: ``options.plan`` belongs to another graph.
     """
     regions = inline_regions(module)
+    if options.executor == "inductor":
+        private.merge_common(module)
     joint = JointGraph.make(module, num_fwd_outputs)
     verify_joint(joint, "inline_regions" if regions else "capture")
     graph_hash = joint.hash
@@ -104,10 +110,8 @@ def partition(
     verify_joint(joint, "pin_mutated_reads")
     device = main_device(tensor for node in joint.nodes for tensor in tensors_of(node))
     spec = find_device(options.device or device)
-    storages = Storages.of(joint, spec.granularity, device.type)
-    costs, how = _costs(joint, storages, spec, options, ledger)
-    lowered = lower(joint, storages, costs, fixed_bytes=ledger.total, cost=how)
-    own = private.default_partition(module, joint_inputs, num_fwd_outputs, **torch_options)
+    made = _lower(joint, joint_inputs, spec, device, options, ledger, torch_options)
+    lowered, own = made.lowered, made.own
     baseline = baseline_schedule(lowered, *own)
     chosen = _choose(lowered, baseline, options, graph_hash, spec)
     plan = Plan(
@@ -121,22 +125,34 @@ def partition(
         solution=chosen.solution,
         baseline=baseline,
         least_peak=chosen.least_peak,
-        notes=(*_region_notes(regions), *_notes(lowered, costs, spec, device)),
+        notes=(*_region_notes(regions), *_notes(lowered, made.costs, spec, device)),
     )
     if chosen.solution.schedule == baseline:
         return Partition(*own, plan)
     forward, backward = split(lowered, chosen.solution.schedule)
     verify_split(lowered, chosen.solution.schedule, forward, backward)
+    if options.executor == "inductor":
+        hold_products(backward.graph)
+        backward.recompile()
     return Partition(forward, backward, plan)
 
 
-def _costs(
-    joint: JointGraph, storages: Storages, spec: DeviceSpec, options: Options, ledger: Ledger
-) -> tuple[Mapping[fx.Node, OpCost], str]:
+def _lower(
+    joint: JointGraph,
+    joint_inputs: Any,
+    spec: DeviceSpec,
+    device: torch.device,
+    options: Options,
+    ledger: Ledger,
+    torch_options: Mapping[str, Any],
+) -> Lowering:
     here = ledger.device_exists and spec.torch_device is not None
     mode = options.cost or ("measured" if here else "roofline")
     model = CostModel(spec, mode, run=ledger.device_exists)
-    return model.costs(op_nodes(joint, storages)), f"{mode} on {spec.name}"
+    given = (joint, joint_inputs, spec, device, model, ledger.total, torch_options)
+    if options.executor == "inductor":
+        return lower_for_inductor(*given, donated=ledger.donates)
+    return lower_for_eager(*given)
 
 
 @dataclass(frozen=True)

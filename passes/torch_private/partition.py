@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,13 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop as _boxed_nop
 from torch._functorch._aot_autograd import descriptors as _descriptors
+from torch._functorch.compile_utils import fx_graph_cse as _fx_graph_cse
 from torch._functorch.partitioners import default_partition as _default_partition
+from torch._functorch.partitioners import (
+    min_cut_rematerialization_partition as _min_cut_partition,
+)
 from torch._guards import TracingContext, detect_fake_mode
+from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 """Calls a region that torch compiles once (``torch.compiler.nested_compile_region``)."""
@@ -82,6 +88,28 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's partition that saves everything backward reads."""
     return _default_partition(joint, joint_inputs, num_fwd_outputs=num_forward_outputs, **options)
+
+
+def merge_common(joint: fx.GraphModule) -> None:
+    """Merge ops that compute the same, as torch's partition for inductor does first."""
+    joint.graph = _fx_graph_cse(joint.graph)
+
+
+def min_cut_partition(
+    joint: fx.GraphModule, joint_inputs: Any, num_forward_outputs: int, pinned: str, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's partition for inductor; ``joint`` is left as it is.
+
+    Args:
+        pinned: nodes with this metadata are saved, never computed again.
+    """
+    module = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+    for node in module.graph.nodes:
+        if node.meta.get(pinned, None) is not None:
+            node.meta["recompute"] = _CheckpointPolicy.MUST_SAVE
+    return _min_cut_partition(
+        module, joint_inputs, compiler="inductor", num_fwd_outputs=num_forward_outputs, **options
+    )
 
 
 def boxed(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from remat.passes.fusion import Fusion
 from remat.passes.ops import schema_name
 from remat.passes.storages import tensors_of
 
-# Operations an element takes beyond the loads and stores it comes with; sleef's and Philox's counts.
+# Operations an element takes beside its loads and stores: what sleef and Philox need.
 _HEAVY: Final = {
     "aten::exp": 20, "aten::tanh": 30, "aten::erf": 30, "aten::sigmoid": 25, "aten::log": 20,
     "aten::pow": 10, "aten::sin": 30, "aten::cos": 30, "aten::log1p": 25, "aten::expm1": 25,

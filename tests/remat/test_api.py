@@ -80,11 +80,11 @@ def test_the_ninth_plan_is_as_good_as_the_first(x: torch.Tensor) -> None:
 
 
 def test_without_a_budget_torchs_own_graphs_run_untouched(x: torch.Tensor) -> None:
-    from remat import session
+    from remat import compilation
     from remat.passes.torch_private import partition as private
 
     own, ours = [], []
-    torch_partition, our_partition = private.default_partition, session.partition
+    torch_partition, our_partition = private.default_partition, compilation.partition
 
     def watch(*args: object, **options: object) -> object:
         own.append(torch_partition(*args, **options))
@@ -97,7 +97,7 @@ def test_without_a_budget_torchs_own_graphs_run_untouched(x: torch.Tensor) -> No
     net = Net()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(private, "default_partition", watch)
-        patch.setattr(session, "partition", watch_ours)
+        patch.setattr(compilation, "partition", watch_ours)
         for budget in (None, 1.0, "1GiB"):
             step = remat.compile(net, memory_budget=budget)
             step(x).sum().backward()

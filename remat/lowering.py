@@ -1,0 +1,89 @@
+"""What each executor makes of a joint graph: the problem, and what it does unasked.
+
+The eager executor stores every value and runs every op by itself. Inductor fuses, so that many
+values are never stored; unasked it recomputes what torch's min-cut partition tells it to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.cost.device import DeviceSpec
+from remat.cost.fused import fused_costs
+from remat.cost.model import CostModel
+from remat.passes.costs import OpCost
+from remat.passes.fusion import fuse
+from remat.passes.joint import JointGraph
+from remat.passes.lower import Lowered, lower, op_nodes
+from remat.passes.mutation import SNAPSHOT
+from remat.passes.overwrite import overwrite_inputs
+from remat.passes.storages import Storages
+from remat.passes.torch_private import partition as private
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One joint graph as an executor runs it.
+
+    Attributes:
+        own: forward and backward as torch splits them for this executor.
+    """
+
+    lowered: Lowered
+    costs: Mapping[fx.Node, OpCost]
+    own: tuple[fx.GraphModule, fx.GraphModule]
+
+
+def lower_for_eager(
+    joint: JointGraph,
+    joint_inputs: Any,
+    spec: DeviceSpec,
+    device: torch.device,
+    model: CostModel,
+    resident: int,
+    torch_options: Mapping[str, Any],
+) -> Lowering:
+    """Every op by itself; torch's own partition saves everything backward reads."""
+    storages = Storages.of(joint, spec.granularity, device.type)
+    costs = model.costs(op_nodes(joint, storages))
+    how = f"{model.mode} on {spec.name}"
+    lowered = lower(joint, storages, costs, fixed_bytes=resident, cost=how)
+    own = private.default_partition(
+        joint.module, joint_inputs, joint.num_forward_outputs, **torch_options
+    )
+    return Lowering(lowered, costs, own)
+
+
+def lower_for_inductor(
+    joint: JointGraph,
+    joint_inputs: Any,
+    spec: DeviceSpec,
+    device: torch.device,
+    model: CostModel,
+    resident: int,
+    torch_options: Mapping[str, Any],
+    *,
+    donated: bool,
+) -> Lowering:
+    """Ops as inductor is expected to fuse them.
+
+    Args:
+        donated: whether backward may write over what forward saved.
+    """
+    from remat.passes.torch_private.lowerings import is_library_call
+
+    fusion = fuse(joint, is_library_call)
+    storages = Storages.of(joint, spec.granularity, device.type, fusion.inlined)
+    costs = fused_costs(op_nodes(joint, storages), fusion, model)
+    how = f"{model.mode} on {spec.name}, fused"
+    lowered = lower(joint, storages, costs, fixed_bytes=resident, cost=how, replays_random=False)
+    lowered = overwrite_inputs(lowered, fusion, donated=donated)
+    own = private.min_cut_partition(
+        joint.module, joint_inputs, joint.num_forward_outputs, SNAPSHOT, **torch_options
+    )
+    return Lowering(lowered, costs, own)
