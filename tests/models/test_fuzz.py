@@ -1,8 +1,8 @@
 """Random modules, random plans, random training loops: the numbers are the plain model's, bit by
 bit, and the peak is the predicted one.
 
-``pytest -m fuzz tests/models/test_fuzz.py`` runs two thousand examples. A failure is printed as
-``check(Program(...), Planning(...))``: paste it into ``REGRESSIONS`` below.
+``pytest -m fuzz tests/models/test_fuzz.py`` runs two thousand examples, an hour on an idle core.
+What fails is shrunk and printed as ``Program(...), Planning(...)``: paste it into ``REGRESSIONS``.
 """
 
 from __future__ import annotations
@@ -16,20 +16,28 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, assume, currently_in_test_context, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import remat
 from remat.measurement import measure
+from remat.passes.runtime import random_state_bytes
 from remat.plans import Plan
 from remat.solvers.errors import CaptureError
 from remat.solvers.registry import SOLVERS, Proposal, Request
 from tests.models.compare import EXECUTORS, differences, left_behind, seed_everything
-from tests.models.grammar import SIZE, Net, Program, loss_of, programs
+from tests.models.grammar import SIZE, Instruction, Net, Program, loss_of, programs
+from tests.models.replay import record
 from tests.passes.plans import random_schedule
 
-PEAK_TOLERANCE = 0  # bytes
+# Bytes that the measured peak may be above the predicted one, and below it where random ops may be
+# run again: a plan makes room for two states of the generator, which are there only if they are.
+ABOVE, BELOW_IF_RANDOM = 0, 2 * random_state_bytes(torch.device("cpu"))
+SHORT = settings(
+    max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+)
+LONG = settings(max_examples=2000, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @dataclass(frozen=True)
@@ -153,14 +161,14 @@ def check(program: Program, planning: Planning, executor: str = "eager") -> None
                     program, lambda net: remat.compile(net, executor=executor, **planning.options())
                 )
             except CaptureError as error:
-                event(f"refused: {str(error)[:60]}")
+                say(f"refused: {str(error)[:60]}")
                 return
             (plan,) = run.plans
             assert isinstance(plan, Plan)
             assert plan.solution.failures == () or planning.memory_budget is not None
             if differences(wanted, found, zero_is_none=True):
                 stock, _, _ = outcome_of(program, stock_of)
-                event("the plain model differs from stock aot_eager")
+                say("the plain model differs from stock aot_eager")
                 assert differences(stock, found, zero_is_none=True) == []
             if planning.measured and program.loss_inside:
                 check_peak(program, net, run)
@@ -186,12 +194,90 @@ def check_peak(program: Program, net: Net, run: Any) -> None:
     # Beyond what is resident: the session cannot see inputs that the graph does not use.
     planned = run.plans[-1].peak - run.plans[-1].problem.fixed_bytes
     off = measured.graph - planned
-    event(f"peak off by {off} bytes")
-    assert abs(off) <= PEAK_TOLERANCE, f"measured {measured.graph}, planned {planned}"
+    say(f"peak off by {off} bytes")
+    random_ops = any(op.random for op in run.plans[-1].problem.ops)
+    assert -BELOW_IF_RANDOM * random_ops <= off <= ABOVE, f"{measured.graph}, planned {planned}"
 
 
-@given(program=programs(8), planning=plannings())
-@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+def say(text: str) -> None:
+    if currently_in_test_context():
+        event(text)
+
+
+def check_schedules(program: Program, seeds: range) -> None:
+    """Split the program's graph by random schedules, and hold each to torch's own two graphs."""
+    inputs = batch(1, input_gradient=program.input_gradient)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for recorded in record(Net(program), *inputs):
+            for seed in seeds:
+                rng = random.Random(seed)
+                keep, forget = rng.choice((0.0, 0.3, 0.7)), rng.choice((0.0, 0.5, 1.0))
+                problem = recorded.lowered.problem
+                recorded.check(random_schedule(problem, rng, keep=keep, forget=forget))
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
+@given(program=programs(8), planning=plannings())
+@SHORT
 def test_a_few_random_programs(executor: str, program: Program, planning: Planning) -> None:
     check(program, planning, executor)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("executor", EXECUTORS)
+@given(program=programs(14), planning=plannings())
+@LONG
+def test_many_random_programs(executor: str, program: Program, planning: Planning) -> None:
+    check(program, planning, executor)
+
+
+@given(program=programs(10))
+@SHORT
+def test_many_schedules_of_a_few_random_graphs(program: Program) -> None:
+    check_schedules(program, range(8))
+
+
+@pytest.mark.fuzz
+@given(program=programs(14))
+@LONG
+def test_many_schedules_of_many_random_graphs(program: Program) -> None:
+    check_schedules(program, range(20))
+
+
+# What the fuzzer once found, and one program for each kind of instruction that it looks for.
+REGRESSIONS = [
+    (
+        Program(
+            (
+                Instruction("buffer", knob=0),
+                Instruction("repeated", knob=1, body=(Instruction("random", knob=0),)),
+                Instruction("routed", knob=0),
+                Instruction("buffer", knob=1),
+            ),
+            outputs=(0, 1),
+            loop="two_forwards",
+        ),
+        Planning(shuffle=7),
+    ),
+    (
+        Program(
+            (
+                Instruction("checkpointed", body=(Instruction("linear"), Instruction("random"))),
+                Instruction("in_place", knob=7),
+                Instruction("attention", knob=3),
+                Instruction("norm", knob=1),
+            ),
+            loss_inside=True,
+            loop="two_steps",
+        ),
+        Planning(memory_budget=0.0, measured=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("example", range(len(REGRESSIONS)))
+def test_programs_that_were_found_once(executor: str, example: int) -> None:
+    check(*REGRESSIONS[example], executor)

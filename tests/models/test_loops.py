@@ -89,7 +89,7 @@ def test_double_backward_is_refused_in_words(executor: str) -> None:
     x = batch(1).requires_grad_()
     (first,) = torch.autograd.grad(
         run(x).sum(), x, create_graph=True
-    )  # a graph nobody goes through
+    )  # and no further
     assert first.requires_grad
     run(x).sum().backward()
 
