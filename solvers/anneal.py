@@ -48,6 +48,7 @@ from remat.solvers.moves import (
     build_chain,
     build_retain,
     evict,
+    is_required,
     judge_evict,
     retain,
 )
@@ -231,7 +232,7 @@ def _cheapest(
 def fill(arrays: Arrays, s: Sequence, w: Scratch, memory: Memory, budget: int, width: int) -> None:
     """Take recomputations out, the slowest that fits first, until none fits."""
     while True:
-        found = _recomputations(s, memory)
+        found = _recomputations(arrays, s, memory)
         most, chosen = 0.0, -1
         for i in range(min(found, width)):
             if found > width:
@@ -273,10 +274,10 @@ def sweep(arrays: Arrays, s: Sequence, w: Scratch, budget: int) -> None:
 
 
 @inner
-def _recomputations(s: Sequence, memory: Memory) -> int:
+def _recomputations(arrays: Arrays, s: Sequence, memory: Memory) -> int:
     found = 0
     for p in range(s.facts[BOUNDARY], s.facts[LENGTH]):
-        if s.place[p, AGAIN]:
+        if s.place[p, AGAIN] and not is_required(arrays, s, p):
             memory.candidates[found] = p
             found += 1
     return found
@@ -294,7 +295,7 @@ def save(s: Sequence, memory: Memory, row: int) -> None:
 @inner
 def _disturb(arrays: Arrays, s: Sequence, w: Scratch, memory: Memory, budget: int) -> bool:
     """Take out a few random recomputations, slow ones rather; False if there are none."""
-    found = _recomputations(s, memory)
+    found = _recomputations(arrays, s, memory)
     if found == 0:
         return False
     kind = draw(memory.random)
@@ -310,7 +311,7 @@ def _disturb(arrays: Arrays, s: Sequence, w: Scratch, memory: Memory, budget: in
     if draw(memory.random) < 0.25:
         times += pick(memory.random, 3)
     for _ in range(times):
-        found = _recomputations(s, memory)
+        found = _recomputations(arrays, s, memory)
         if found == 0:
             break
         i = memory.candidates[pick(memory.random, found)]

@@ -86,8 +86,8 @@ def solve(
         progress=progress,
     )
     judge = _Judge(problem, memory_budget, link)
-    for start in starts:
-        judge.hear("start", start)
+    valid = tuple(start for start in starts if judge.hear("start", start))
+    request = replace(request, starts=valid)
     proposal = _ask(solver, request, judge)
     judge.hear(solver, proposal.schedule)
     if judge.best is None or (not judge.fits and solver == "auto"):
@@ -189,16 +189,18 @@ class _Judge:
         assert self.best is not None
         return self.best.timeline.peak
 
-    def hear(self, solver: str, schedule: Schedule | None) -> None:
+    def hear(self, solver: str, schedule: Schedule | None) -> bool:
+        """Judge a schedule; whether it is one."""
         if schedule is None:
-            return
+            return False
         try:
             heard = _Candidate(solver, schedule, simulate(self.problem, schedule, self.link))
         except InvalidSchedule as error:
             self.failures.append(f"{solver}: {_describe(error)}")
-            return
+            return False
         if self.best is None or self._rank(heard) < self._rank(self.best):
             self.best = heard
+        return True
 
     def _fits(self, timeline: Timeline) -> bool:
         return self.memory_budget is None or timeline.peak <= self.memory_budget

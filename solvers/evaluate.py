@@ -34,7 +34,7 @@ RANGES: Final = 96  # most ranges one change of a sequence may have
 
 # Columns of the tables: arrays with one row a thing, so that few arrays cross a compiled call.
 READS, WRITES, END, PHASE, RERUNNABLE, WORKSPACE = range(6)  # Arrays.op
-SIZE, PRODUCER, PINNED = range(3)  # Arrays.value
+SIZE, PRODUCER, PINNED, KEEPABLE = range(4)  # Arrays.value
 POSITION, VALUE, WRITE, PREVIOUS, NEXT = range(5)  # Sequence.touch
 TOUCHES, AGAIN = range(2)  # Sequence.place
 LENGTH, BOUNDARY, PEAK, PEAK_POSITION = range(4)  # Sequence.facts
@@ -102,14 +102,14 @@ def arrays_of(problem: Problem) -> Arrays:
         again = op.rerunnable and op.phase != "backward"
         table[index] = (first, middle, len(operands), phases[op.phase], again, op.workspace)
     rows = [
-        (value.bytes, producer, value.output is not None)
+        (value.bytes, producer, value.output is not None, value.keepable)
         for value, producer in zip(values, problem.producer, strict=True)
     ]
     return Arrays(
         op=table,
         seconds=np.array([op.seconds for op in problem.ops], dtype=np.float64),
         operands=np.array(operands, dtype=np.int64),
-        value=np.array(rows, dtype=np.int64).reshape(len(values), 3),
+        value=np.array(rows, dtype=np.int64).reshape(len(values), 4),
         tangents=np.array(problem.tangents, dtype=np.int64),
         fixed=problem.fixed_bytes,
         forward_count=len(problem.forward),

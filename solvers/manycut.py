@@ -93,13 +93,13 @@ def many_cuts(
     required = structure.required_seconds
     if found.outcome == "infeasible":
         return CutsAnswer("infeasible", math.inf, variables=formulation.size)
-    bound = required * (1 + max(0.0, found.bound) / SCALE)
+    bound = required * (1 + max(0.0, found.bound - formulation.required) / SCALE)
     if relaxed or found.outcome == "unknown":
         return CutsAnswer(found.outcome, bound, variables=formulation.size)
     return CutsAnswer(
         found.outcome,
         bound,
-        required * (1 + found.objective / SCALE),
+        required * (1 + (found.objective - formulation.required) / SCALE),
         plan=formulation.schedule(found.values),
         variables=formulation.size,
     )
@@ -190,6 +190,7 @@ class _ManyCuts:
             self._add_runs(op)
         for v in self.values:
             first = self.first_interval(self.problem.producer[v])
+            first = first if self.problem.values[v].keepable else 0
             for g in range(max(0, first + 1), self.last_use[v] + 1):
                 self.resident[v, g] = self.model.variable()
         for g in range(len(self.ends)):
@@ -198,10 +199,18 @@ class _ManyCuts:
                 self._limit_memory(g)
                 self._state_after(g)
 
+    def _cost(self, op: int) -> float:
+        return self.problem.ops[op].seconds / max(self.structure.required_seconds, 1e-300) * SCALE
+
+    @cached_property
+    def required(self) -> float:
+        """The part of the objective that the required seconds contain."""
+        return math.fsum(self._cost(op) for op in sorted(self.structure.required_again))
+
     def _add_runs(self, op: int) -> None:
         first = self.first_interval(op)
         again = self.problem.ops[op].rerunnable
-        cost = self.problem.ops[op].seconds / max(self.structure.required_seconds, 1e-300) * SCALE
+        cost = self._cost(op)
         for g in range(max(0, first), self.last_run[op] + 1):
             if again or g == first:
                 self.runs[op, g] = self.model.variable(0.0 if g == first else cost)

@@ -23,6 +23,7 @@ from remat.solvers.evaluate import (
     AGAIN,
     BOUNDARY,
     END,
+    KEEPABLE,
     LENGTH,
     NEXT,
     PINNED,
@@ -155,7 +156,9 @@ def _gather_reads(
         size, producer = arrays.value[u, SIZE], arrays.value[u, PRODUCER]
         first = s.touch[t, POSITION] + 1
         hold = mode == HOLD or size == 0 or arrays.op[producer, RERUNNABLE] == 0
-        if not hold and mode == FIT:
+        if _is_dropped(arrays, s, u, t):
+            hold = False
+        elif not hold and mode == FIT:
             hold = _fits(arrays, s, w, gap_end, first, size, budget)
         if hold:
             w.value[u, DECIDED] = stamp
@@ -167,6 +170,12 @@ def _gather_reads(
             w.stack[depth] = producer
             depth += 1
     return depth
+
+
+@inner
+def _is_dropped(arrays: Arrays, s: Sequence, v: int, touch: int) -> bool:
+    """Whether ``v`` may not be held on from ``touch``: it may not be there as backward starts."""
+    return bool(arrays.value[v, KEEPABLE] == 0 and s.touch[touch, POSITION] < s.facts[BOUNDARY])
 
 
 @inner
@@ -278,12 +287,23 @@ def evict(arrays: Arrays, s: Sequence, w: Scratch, gap_end: int) -> bool:
 
 
 @inner
+def is_required(arrays: Arrays, s: Sequence, position: int) -> bool:
+    """Whether the recomputation at ``position`` makes what may not have been kept for it."""
+    for k in range(s.place[position, TOUCHES], s.place[position + 1, TOUCHES]):
+        v, following = s.touch[k, VALUE], s.touch[k, NEXT]
+        read_later = following >= 0 and s.touch[following, WRITE] == 0
+        if s.touch[k, WRITE] and read_later and _is_dropped(arrays, s, v, s.touch[k, PREVIOUS]):
+            return True
+    return False
+
+
+@inner
 def build_retain(arrays: Arrays, s: Sequence, w: Scratch, position: int) -> float:
     """Seconds saved by taking out the recomputation at ``position``; IMPOSSIBLE for a first run.
 
     Leaves what that changes in ``w.ranges``.
     """
-    if s.place[position, AGAIN] == 0:
+    if s.place[position, AGAIN] == 0 or is_required(arrays, s, position):
         return IMPOSSIBLE
     w.facts[STAMP] += 1
     w.ranges.size[0] = 0

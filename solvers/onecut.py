@@ -16,7 +16,8 @@ is read by its op, takes no bytes, or is only computed after c (c in forward) is
 Validity. From any schedule of the class that fits B take s_v and x_i as they are: the rows hold,
 and the schedule takes at least the required seconds plus the objective. A deferred op whose first
 demand is after c may run after c for the first time, so its x costs nothing; if it is demanded by c
-it has run before, so x is a second run. So the dual bound of the MILP, and the optimum of its LP
+it has run before, so x is a second run. Nor does an op whose second run is required anyway cost
+anything here. So the dual bound of the MILP, and the optimum of its LP
 relaxation, bound the seconds of every schedule of the class from below.
 """
 
@@ -137,7 +138,9 @@ class _OneCut:
         """The variable of the op that writes ``v``."""
         op = self.problem.producer[v]
         if op not in self.again:
-            first_run = self.structure.demanded_at[op] > self.cut
+            first_run = (
+                self.structure.demanded_at[op] > self.cut or op in self.structure.required_again
+            )
             seconds = 0.0 if first_run else self.problem.ops[op].seconds
             self.again[op] = self.model.variable(
                 seconds / self.structure.required_seconds * SCALE if seconds else 0.0,
@@ -194,8 +197,8 @@ def default_bytes(structure: Structure) -> list[int]:
     """Bytes in use at each position of the skeleton if everything is kept."""
     schedule = keep_everything(structure.problem, structure)
     used = simulate(structure.problem, schedule).bytes
-    return [
-        bytes_there
-        for step, bytes_there in zip(schedule.steps, used, strict=True)
-        if step.kind == "compute" and step.index in structure.position
-    ]
+    found: dict[int, int] = {}  # of the first run of an op
+    for step, bytes_there in zip(schedule.steps, used, strict=True):
+        if step.kind == "compute" and step.index in structure.position:
+            found.setdefault(step.index, bytes_there)
+    return [found[op] for op in structure.order]

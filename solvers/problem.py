@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -37,6 +37,7 @@ class Value:
         tangent: it arrives, from outside, when backward starts.
         output: which part returns it; an output stays alive to the end once computed.
         offloadable: may be copied to another tier and back.
+        keepable: may be alive when backward starts. False: dropped by then, and computed again.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Value:
     tangent: bool = False
     output: OutputOf | None = None
     offloadable: bool = True
+    keepable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,18 @@ class Problem:
         return tuple(i for i, value in enumerate(self.values) if value.tangent)
 
     @cached_property
+    def dropped(self) -> tuple[int, ...]:
+        """Indices of the values that may not be alive when backward starts."""
+        return tuple(i for i, value in enumerate(self.values) if not value.keepable)
+
+    @cached_property
+    def unrestricted(self) -> Problem:
+        """The same problem where every value may be kept."""
+        if not self.dropped:
+            return self
+        return replace(self, values=tuple(replace(value, keepable=True) for value in self.values))
+
+    @cached_property
     def base_seconds(self) -> float:
         """Seconds of every op run once."""
         return math.fsum(op.seconds for op in self.ops)
@@ -177,7 +191,7 @@ class Problem:
             "name": self.name,
             "cost": self.cost,
             "fixed_bytes": self.fixed_bytes,
-            "values": [asdict(value) for value in self.values],
+            "values": [_value_to_json(value) for value in self.values],
             "ops": [{**asdict(op), "seconds": float(op.seconds) + 0.0} for op in self.ops],
         }
 
@@ -224,6 +238,13 @@ class Problem:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from error
         return Problem.from_json(data)
+
+
+def _value_to_json(value: Value) -> dict[str, Any]:
+    data = asdict(value)
+    if value.keepable:  # so that problems from before there was this field have the keys they had
+        del data["keepable"]
+    return data
 
 
 def _canonical(data: object) -> str:
@@ -300,6 +321,17 @@ def _check_order(problem: Problem) -> None:
             raise InvalidProblem(
                 f"forward returns {value.name!r}, but {op.phase} op {op.name!r} writes it"
             )
+        if not value.keepable:
+            _check_dropped(problem, value, writer.get(v))
+
+
+def _check_dropped(problem: Problem, value: Value, writer: int | None) -> None:
+    op = None if writer is None else problem.ops[writer]
+    if op is None or op.phase != "forward" or not op.rerunnable or value.output or not value.bytes:
+        raise InvalidProblem(
+            f"value {value.name!r} may not be kept, so it must have bytes, be no output, and be "
+            "written by a forward op that may be run again"
+        )
 
 
 def _check_read(problem: Problem, writer: Mapping[int, int], index: int, v: int) -> None:

@@ -47,6 +47,7 @@ def computes_from_retention(
     demand = _Demand(problem, structure)
     for index in problem.forward:
         demand.run(index)
+    demand.there.difference_update(problem.dropped)
     group = -1
     for at, index in enumerate(problem.backward):
         entered = group_of[at] if group_of is not None else 0
@@ -63,16 +64,16 @@ def computes_from_retention(
 
 
 def saved_by_default(problem: Problem, structure: Structure | None = None) -> set[int]:
-    """The forward values that backward needs if nothing is computed again."""
+    """The forward values that backward needs if nothing is computed again that may be kept."""
     structure = structure or Structure(problem)
     wanted: set[int] = set()
     for index, op in enumerate(problem.ops):
-        if op.phase == "backward" or structure.demanded_at[index] >= 0:
+        if op.phase == "backward" or structure.runs_in_backward(index):
             wanted.update(structure.reads[index])
     return {
         v for v in wanted
         if problem.producer[v] >= 0 and problem.ops[problem.producer[v]].phase == "forward"
-    }  # fmt: skip
+    } - set(problem.dropped)  # fmt: skip
 
 
 class _Demand:

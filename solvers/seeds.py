@@ -138,6 +138,8 @@ class Segments:
             else:
                 starts = np.maximum(1, self._level(around).starts + 1)
                 held[crosses] = np.minimum(held, starts)[crosses]
+        dropped = list(self.structure.problem.dropped)
+        held[dropped] = np.maximum(1, held[dropped])
         return held
 
     def _level(self, borders: tuple[int, ...]) -> _Level:

@@ -90,6 +90,8 @@ class _Replay:
         problem = self.problem
         kept, ops = always_kept(problem), problem.ops
         held = [0 if kept[v] else self.held_from[v] for v in range(len(kept))]
+        for v in problem.dropped:
+            held[v] = max(held[v], 1)
         present = set(problem.tangents)
         for index in problem.forward:
             present.update(v for v in ops[index].writes if held[v] <= 0)

@@ -90,6 +90,10 @@ class _State:
         self.in_backward = True
         self.forward_seconds, self.forward_flops = self.seconds, self.flops
         self.forward_steps = len(self.bytes)
+        for value in self.problem.dropped:
+            if value in self.alive:
+                why = "is there when backward starts, but may not be kept"
+                self._refuse(self.forward_steps, f"{self._name(value)} {why}")
         for value in self.problem.tangents:
             self._allocate(value)
 

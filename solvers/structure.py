@@ -78,13 +78,40 @@ class Structure:
         )
 
     @cached_property
+    def required_again(self) -> frozenset[int]:
+        """The forward ops that every schedule runs again: what they write may not be kept.
+
+        A value that may not be kept, and that an op reads which runs in backward in any case.
+        """
+        problem, again = self.problem, set[int]()
+        if not problem.dropped:
+            return frozenset()
+        pending = [
+            i
+            for i, op in enumerate(problem.ops)
+            if op.phase == "backward" or self.demanded_at[i] != NEVER
+        ]
+        while pending:
+            for v in self.reads[pending.pop()]:
+                if not problem.values[v].keepable and problem.producer[v] not in again:
+                    again.add(problem.producer[v])
+                    pending.append(problem.producer[v])
+        return frozenset(again)
+
+    def runs_in_backward(self, op: int) -> bool:
+        """Whether a forward or deferred op runs in the backward part of every schedule."""
+        return self.demanded_at[op] != NEVER or op in self.required_again
+
+    @cached_property
     def required_seconds(self) -> float:
-        """Seconds of everything that has to run at least once."""
-        return math.fsum(
+        """Seconds of everything that has to run at least once, or again."""
+        ops = self.problem.ops
+        once = (
             op.seconds
-            for i, op in enumerate(self.problem.ops)
+            for i, op in enumerate(ops)
             if op.phase != "deferred" or self.demanded_at[i] != NEVER
         )
+        return math.fsum((*once, *(ops[i].seconds for i in sorted(self.required_again))))
 
     @cached_property
     def unavoidable(self) -> tuple[tuple[int, int], ...]:

@@ -92,6 +92,7 @@ class _Moves:
         self.reads = [_mask(v for v in op.reads if not values[v].owned) for op in problem.ops]
         self.writes = [_mask(op.writes) for op in problem.ops]
         self.tangents = _mask(problem.tangents)
+        self.dropped = _mask(problem.dropped)
         self.outputs = _mask(i for i, v in enumerate(values) if v.output and not v.owned)
         self.demanded_at = demanded_at(problem)
         # Values that only backward makes or reads die after their last read, without a choice;
@@ -139,7 +140,7 @@ class _Moves:
                 yield index, used, (done, backward, ran, after)
             else:
                 if done + 1 == len(problem.forward):
-                    after |= self.tangents
+                    after = (after | self.tangents) & ~self.dropped
                 yield index, used, (done + 1, backward, ran, after)
 
     def _may_run(self, index: int, state: State) -> bool:

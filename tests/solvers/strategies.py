@@ -59,6 +59,13 @@ class _Draft:
         )
         return writes
 
+    def drop_some(self) -> None:
+        """Let some of the values that may be computed again not be kept."""
+        again = (op for op in self.ops if op.phase == "forward" and op.rerunnable)
+        for v in [v for op in again for v in op.writes]:
+            value = self.values[v]
+            if value.bytes and not value.output and self.draw(st.booleans()):
+                self.values[v] = replace(value, keepable=False)
 
     def overwritten(self, phase: Phase, reads: list[int], writes: list[int]) -> int:
         """Bytes of inputs that a backward op writes over."""
@@ -83,6 +90,7 @@ def problems(
     max_deferred: int = 1,
     max_backward: int = 3,
     layers: int = 0,
+    drops: bool = True,
 ) -> Problem:
     """Any valid problem.
 
@@ -90,7 +98,8 @@ def problems(
     nobody), pinned outputs, unread tangents, workspaces, owned values, ops that may not run again,
     ops with an effect and no writes, values of zero bytes.
 
-    With ``layers``, forward ops belong to ``model.layers.0`` and so on, in order.
+    With ``layers``, forward ops belong to ``model.layers.0`` and so on, in order. With ``drops``,
+    there may be values that may not be kept.
     """
     draft = _Draft(draw)
     owned = [draft.value(f"owned{k}", owned=True) for k in range(draw(st.integers(0, 2)))]
@@ -108,6 +117,8 @@ def problems(
         readable = forward + deferred + tangents + backward + owned
         backward += draft.op("backward", readable, (0, 2), "backward")
     fixed = draw(st.integers(0, 3))
+    if drops and draw(_CHANCE):
+        draft.drop_some()
     return Problem(tuple(draft.values), tuple(draft.ops), fixed_bytes=fixed, name="random")
 
 

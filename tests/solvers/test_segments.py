@@ -52,7 +52,7 @@ def test_the_profile_is_what_the_judge_counts(problem_and_rule):
     assert (candidate.peak, candidate.seconds) == (timeline.peak, timeline.seconds)
 
 
-@given(problems())
+@given(problems(drops=False))
 def test_save_all_runs_what_is_demanded_once(problem):
     never = len(problem.backward)
     demanded = {index for index, at in demanded_at(problem).items() if at <= never}
