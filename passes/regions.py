@@ -110,7 +110,7 @@ def _copy(
 def moved_stack(stack: Stack, call: Stack) -> Stack:
     """The modules of an op of a body, which names those of its first call, for another call."""
     moved = dict(call)
-    path, called = next(reversed(call.values()))
+    path, called = list(call.values())[-1]
     inner = list(stack.items())
     anchors = [at for at, (_, (_, kind)) in enumerate(inner) if kind is called]
     if anchors:

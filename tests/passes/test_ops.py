@@ -86,7 +86,9 @@ SCAN = torch.ops.higher_order.scan
 def test_a_higher_order_op_over_pure_bodies_may_run_again() -> None:
     node = with_body(SCAN, lambda x: x.sin() + 1, 2)
     assert ops.why_never_again(node) is None
-    assert ops.is_known(node) and not ops.has_effect(node) and not ops.is_random(node)
+    assert ops.is_known(node)
+    assert not ops.has_effect(node)
+    assert not ops.is_random(node)
     assert [str(inner.target) for inner in ops.body_nodes(node)] == [
         "aten.sin.default",
         "aten.add.Tensor",
