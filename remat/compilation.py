@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.executors import eager
+from remat.executors import eager, inductor
+from remat.inductor import compile_step
 from remat.options import Options
 from remat.partitioner import Ledger, partition
 from remat.passes.torch_private import dynamo
 from remat.passes.torch_private.double_backward import on_double_backward
 from remat.plans import Plan, Unplanned
 from remat.solvers.errors import CaptureError, RematError
+from remat.version import __version__
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ def compile_graph(
     """
     if options.double_backward:
         return CompiledGraph(graph, Unplanned("double_backward=True: this graph runs uncompiled"))
+    if options.executor == "inductor":
+        return _through_inductor(graph, inputs, options, ledger)
     made: list[Plan | Unplanned] = []
 
     def split(
@@ -62,6 +66,35 @@ def compile_graph(
             "are not in this version"
         )
     return CompiledGraph(_first_order(run), made[0])
+
+
+def _through_inductor(
+    graph: fx.GraphModule, inputs: Sequence[Any], options: Options, ledger: Ledger
+) -> CompiledGraph:
+    with dynamo.outside_compilation():
+        if not trains(inputs):
+            made = inductor.compile_graph(
+                graph,
+                inputs,
+                partition=_refuse_partition,
+                key=__version__,
+                inductor_options=options.inductor,
+                donate=True,
+            )
+            return CompiledGraph(made.run, _inference())
+        step = compile_step(graph, inputs, options, ledger)
+    return CompiledGraph(_first_order(step.run), step.plan)
+
+
+def trains(inputs: Sequence[Any]) -> bool:
+    """Whether a call with these inputs records a backward."""
+    return torch.is_grad_enabled() and any(
+        isinstance(item, torch.Tensor) and item.requires_grad for item in inputs
+    )
+
+
+def _refuse_partition(*_: Any, **__: Any) -> Any:
+    raise RematError("AOTAutograd split a graph in which nothing needs a gradient; report this")
 
 
 def _first_order(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ class Options:
         every_n_layers: checkpoint layers 1, N+1, 2N+1, … and keep the rest; chooses the solver of
             that name.
         offload: not in this version.
-        executor: who runs the plan; ``"eager"`` in this version. None is read as the default.
+        executor: who runs the plan, ``"eager"`` or ``"inductor"``. None is read as the default.
         time_limit: seconds the solver may take for one graph.
         gap: stop solving when a better plan could be faster by at most this share (0.01 = 1 %).
         device: what the plan is for, ``"cuda"``, ``"h100"``; None: where the inputs are.
@@ -52,7 +52,7 @@ class Options:
             ``"ignore"``.
         double_backward: backward may go through gradients (``create_graph=True``). Compiled graphs
             hold one backward, so graphs that train then run uncompiled and unplanned.
-        inductor: not in this version.
+        inductor: options of inductor's, as ``torch.compile(options=...)`` takes them.
         plan: a stored plan to replay, or the path of one (it is loaded here).
         progress: called while a plan is sought, maybe from another thread, with (seconds of the
             best plan or None, seconds no plan can beat) as they improve.
@@ -143,16 +143,19 @@ class Options:
 
 def _refuse_what_this_version_lacks(options: Options) -> None:
     """Known options that do nothing yet; a line goes when what it names arrives."""
-    if options.executor != DEFAULT_EXECUTOR:
+    if options.executor == "cudagraph":
         raise InvalidOption(
-            f"executor={options.executor!r} is not in this version, which runs the eager "
-            'executor; leave executor out, or write "eager"'
+            'executor="cudagraph" is not in this version; write "inductor" or "eager"'
+        )
+    if options.inductor is not None and options.executor != "inductor":
+        raise InvalidOption(
+            f"inductor={options.inductor!r} says nothing to executor={options.executor!r}; leave "
+            'it out, or write executor="inductor"'
         )
     lacking = {
         "offload": options.offload is not False,
         "keep": options.keep != (),
         "recompute": options.recompute != (),
-        "inductor": options.inductor is not None,
     }
     for name, given in lacking.items():
         if given:

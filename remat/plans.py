@@ -106,6 +106,8 @@ class Plan:
         baseline: what the executor does unasked.
         least_peak: the smallest peak a plan was found for; None if nobody had to know.
         notes: for people: ops whose workspace was assumed, what was not planned.
+        replayed_peak: under inductor, the peak of the code it generated, which is what counts;
+            None where there is none: the eager executor follows its schedule to the byte.
     """
 
     remat_version: str
@@ -119,6 +121,7 @@ class Plan:
     baseline: Schedule
     least_peak: int | None = None
     notes: tuple[str, ...] = ()
+    replayed_peak: int | None = None
 
     @cached_property
     def baseline_timeline(self) -> Timeline:
@@ -127,7 +130,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Predicted peak of the step, parameters and inputs included."""
+        """Peak of the step, parameters and inputs included: as replayed, else as predicted."""
+        return self.solution.peak if self.replayed_peak is None else self.replayed_peak
+
+    @property
+    def predicted(self) -> int:
+        """The peak that was estimated before anything was compiled."""
         return self.solution.peak
 
     @property
@@ -158,9 +166,17 @@ class Plan:
             memory_budget=budget,
             peak_lower_bound=self.solution.peak_lower_bound + change,
         )
-        least = None if self.least_peak is None else self.least_peak + change
+        least, replayed = (
+            None if peak is None else peak + change
+            for peak in (self.least_peak, self.replayed_peak)
+        )
         return dataclasses.replace(
-            self, problem=problem, solution=solution, memory_budget=budget, least_peak=least
+            self,
+            problem=problem,
+            solution=solution,
+            memory_budget=budget,
+            least_peak=least,
+            replayed_peak=replayed,
         )
 
     @property
@@ -304,6 +320,7 @@ class Plan:
             "baseline": _steps_to_json(self.baseline),
             "least_peak": self.least_peak,
             "notes": list(self.notes),
+            "replayed_peak": self.replayed_peak,
         }
 
     @staticmethod
@@ -322,6 +339,7 @@ class Plan:
                 solution=_solution_from_json(problem, data["solution"]),
                 baseline=_steps_from_json(data["baseline"]),
                 notes=tuple(data["notes"]),
+                replayed_peak=data.get("replayed_peak"),
                 **{name: data[name] for name in _PLAIN},
             )
             _ = plan.baseline_timeline  # a baseline that cannot run is refused here, not when read

@@ -99,7 +99,7 @@ class Store:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, {"key": self.key, "values": self._read() | self._new})
+            replace_file(self.path, {"key": self.key, "values": self._read() | self._new})
         except OSError as error:
             warnings.warn(
                 f"cannot write {self.path}: {error}; what was measured is lost when this process "
@@ -123,7 +123,7 @@ class Store:
         return values
 
 
-def _replace(path: Path, content: Mapping[str, Any]) -> None:
+def replace_file(path: Path, content: Mapping[str, Any]) -> None:
     """Write a new file beside the old one and put it in its place, so that no reader sees half."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     temporary = Path(name)
