@@ -99,9 +99,9 @@ class Sequences:
         if not self.waiting:
             self._begin(inputs)
 
-    def leave(self) -> None:
+    def leave(self, *, failed: bool) -> None:
         """It has returned, or failed: without a call of a graph there is nothing to watch."""
-        if self.step is not None and not self.step.calls:
+        if self.step is not None and (failed or not self.step.calls):
             self.step.forget()
 
     def choose(self, runner: GraphRunner, inputs: Sequence[Any]) -> Plan | Literal["alone"] | None:

@@ -98,11 +98,13 @@ class Session:
         self._breaks = dynamo.graph_breaks()
         leaves = torch.utils._pytree.tree_leaves(inputs)
         self._sequences.enter([item for item in leaves if isinstance(item, torch.Tensor)])
+        returned = False
         try:
             yield
+            returned = True
         finally:
             self._breaks = None
-            self._sequences.leave()
+            self._sequences.leave(failed=not returned)
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:

@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
 ]
 
 

@@ -23,6 +23,7 @@ from remat.solvers.errors import BudgetTooSmall, CaptureError, InvalidOption
 pytestmark = [
     # What Dynamo itself does when it resumes with an input that is not a leaf.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
 ]
 
 OPTIONS: dict[str, Any] = {"time_limit": 0.5, "executor": "eager"}
@@ -259,7 +260,7 @@ def test_layers_dropped_at_random_settle(x: Tensor) -> None:
     step = remat.compile(net, memory_budget=0.3, on_unplanned="ignore", **OPTIONS)
     for seed in range(8):
         random.seed(seed)
-        expected = gradients(net, lambda: net(x).backward() if net else None)
+        expected = gradients(net, lambda: net(x).backward())
         random.seed(seed)
         ours = gradients(net, lambda: step(x).backward())
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
