@@ -46,7 +46,8 @@ class Options:
         time_limit: seconds the solver may take for one graph.
         gap: stop solving when a better plan could be faster by at most this share (0.01 = 1 %).
         device: what the plan is for, ``"cuda"``, ``"h100"``; None: where the inputs are.
-        keep, recompute: not in this version.
+        keep, recompute: names or patterns of modules, "lm_head", "layers.*.mlp": what they make is
+            not computed again, or not kept for backward; see :mod:`remat.passes.choices`.
         optimizer: counts its state as resident bytes.
         on_unplanned: what to do about a call that was never planned: ``"warn"``, ``"raise"``,
             ``"ignore"``.
@@ -116,6 +117,7 @@ class Options:
                 f"plan and memory_budget={self.memory_budget!r} both say what the step may take; "
                 "a stored plan brings its own budget: give one of the two"
             )
+        _check_patterns_of_plan(self)
 
     @classmethod
     def make(cls, **given: Any) -> Options:
@@ -154,14 +156,20 @@ def _refuse_what_this_version_lacks(options: Options) -> None:
         )
     lacking = {
         "offload": options.offload is not False,
-        "keep": options.keep != (),
-        "recompute": options.recompute != (),
     }
     for name, given in lacking.items():
         if given:
             raise InvalidOption(
                 f"{name}={getattr(options, name)!r} is not in this version; leave {name} out"
             )
+
+
+def _check_patterns_of_plan(options: Options) -> None:
+    plan, given = options.plan, (options.keep, options.recompute)
+    if plan is not None and given not in (((), ()), (plan.keep, plan.recompute)):
+        raise InvalidOption(
+            "a stored plan brings its own keep= and recompute=: leave them out beside plan="
+        )
 
 
 def _refuse(name: str, given: object, meant: str) -> NoReturn:

@@ -19,11 +19,11 @@ from remat.budget import machine_memory
 from remat.cache import KnownPlans, known_plans
 from remat.cost.device import DeviceSpec, find_device
 from remat.cost.model import CostModel
+from remat.decided import Decided
 from remat.lowering import Lowering, lower_for_eager, lower_for_inductor
 from remat.options import Options
 from remat.passes.apart import hold_products
 from remat.passes.baseline import baseline_schedule
-from remat.passes.costs import OpCost
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered
 from remat.passes.mutation import pin_mutated_reads
@@ -111,9 +111,10 @@ def partition(
     device = main_device(tensor for node in joint.nodes for tensor in tensors_of(node))
     spec = find_device(options.device or device)
     made = _lower(joint, joint_inputs, spec, device, options, ledger, torch_options)
-    lowered, own = made.lowered, made.own
+    undecided, own, decided = made.lowered.problem, made.own, Decided.of(options)
+    lowered = dataclasses.replace(made.lowered, problem=decided.constrain(undecided))
     baseline = baseline_schedule(lowered, *own)
-    chosen = _choose(lowered, baseline, options, graph_hash, spec)
+    chosen = _choose(lowered, undecided, baseline, options, graph_hash, spec)
     plan = Plan(
         remat_version=__version__,
         torch_version=torch.__version__,
@@ -125,9 +126,10 @@ def partition(
         solution=chosen.solution,
         baseline=baseline,
         least_peak=chosen.least_peak,
-        notes=(*_region_notes(regions), *_notes(lowered, made.costs, spec, device)),
+        notes=(*_notes(made, regions, spec, device), *decided.notes(undecided)),
+        **dataclasses.asdict(decided),
     )
-    if chosen.solution.schedule == baseline:
+    if chosen.solution.schedule == baseline and not decided:
         return Partition(*own, plan)
     forward, backward = split(lowered, chosen.solution.schedule)
     verify_split(lowered, chosen.solution.schedule, forward, backward)
@@ -163,13 +165,18 @@ class _Choice:
 
 
 def _choose(
-    lowered: Lowered, baseline: Schedule, options: Options, graph_hash: str, spec: DeviceSpec
+    lowered: Lowered,
+    undecided: Problem,
+    baseline: Schedule,
+    options: Options,
+    graph_hash: str,
+    spec: DeviceSpec,
 ) -> _Choice:
     problem = lowered.problem
     if options.plan is not None:
         return _replay(problem, options, graph_hash)
     known = known_plans(problem)
-    timeline = simulate(problem, baseline)
+    timeline = simulate(problem.unrestricted, baseline)
     total, free = _memory(spec, problem) if options.budget.needs_device else (None, None)
     budget = options.budget.resolve(
         baseline_peak=timeline.peak,
@@ -179,14 +186,16 @@ def _choose(
     )
     least = None if known.least is None else simulate(problem, known.least).peak
     # A solver that was asked for by name is asked even where the baseline would do.
-    if budget is None and options.solver == "auto":
+    baseline_would_do = options.solver == "auto" and not Decided.of(options)
+    if budget is None and baseline_would_do:
         return _Choice(_untouched(problem, baseline, timeline, None), None, least)
-    if budget is not None and timeline.peak <= budget and options.solver == "auto":
+    if budget is not None and timeline.peak <= budget and baseline_would_do:
         return _Choice(_untouched(problem, baseline, timeline, budget), budget, least)
     solution = _solve(problem, known, options, budget)
     if not solution.fits:
         assert budget is not None
-        raise budget_too_small(problem, solution, budget)
+        error = budget_too_small(problem, solution, budget)
+        raise Decided.of(options).explain(error, undecided, options)
     if budget is not None and options.solver != solution.solver == "auto":
         raise BudgetTooSmall(
             f"solver {options.solver!r} has no plan within memory_budget {format_bytes(budget)} "
@@ -281,7 +290,7 @@ def _replay(problem: Problem, options: Options, graph_hash: str) -> _Choice:
     ours, theirs = (
         (
             [(op.phase, op.reads, op.writes, op.rerunnable) for op in p.ops],
-            [(value.owned, value.tangent, value.output) for value in p.values],
+            [(value.owned, value.tangent, value.output, value.keepable) for value in p.values],
         )
         for p in (problem, plan.problem)
     )
@@ -311,23 +320,18 @@ def _replay(problem: Problem, options: Options, graph_hash: str) -> _Choice:
     return _Choice(solution, plan.memory_budget, plan.least_peak)
 
 
-def _region_notes(calls: int) -> tuple[str, ...]:
-    if not calls:
-        return ()
-    return (
-        f"{calls} calls of nested_compile_region, forward and backward, are planned op by op, as "
-        "if written in line",
-    )
-
-
-def _notes(
-    lowered: Lowered, costs: Mapping[fx.Node, OpCost], spec: DeviceSpec, device: torch.device
-) -> tuple[str, ...]:
+def _notes(made: Lowering, regions: int, spec: DeviceSpec, device: torch.device) -> tuple[str, ...]:
     assumed: dict[str, int] = {}
-    for node, cost in costs.items():
+    for node, cost in made.costs.items():
         if cost.assumed:
             assumed[str(node.target)] = assumed.get(str(node.target), 0) + 1
-    notes = list(lowered.kept)
+    notes = list(made.lowered.kept)
+    if regions:
+        notes.insert(
+            0,
+            f"{regions} calls of nested_compile_region, forward and backward, are planned op by "
+            "op, as if written in line",
+        )
     if spec.torch_device is None:
         notes.append(
             f"planned for {spec.name} on tensors of {device.type}: attention is the {device.type} "

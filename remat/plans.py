@@ -105,6 +105,7 @@ class Plan:
         problem, solution: what was asked of the solver, and its answer.
         baseline: what the executor does unasked.
         least_peak: the smallest peak a plan was found for; None if nobody had to know.
+        keep, recompute: the patterns of modules that the user decided about.
         notes: for people: ops whose workspace was assumed, what was not planned.
         replayed_peak: under inductor, the peak of the code it generated, which is what counts;
             None where there is none: the eager executor follows its schedule to the byte.
@@ -122,11 +123,13 @@ class Plan:
     least_peak: int | None = None
     notes: tuple[str, ...] = ()
     replayed_peak: int | None = None
+    keep: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
 
     @cached_property
     def baseline_timeline(self) -> Timeline:
         """The judge's account of the baseline."""
-        return simulate(self.problem, self.baseline)
+        return simulate(self.problem.unrestricted, self.baseline)
 
     @property
     def peak(self) -> int:
@@ -321,6 +324,8 @@ class Plan:
             "least_peak": self.least_peak,
             "notes": list(self.notes),
             "replayed_peak": self.replayed_peak,
+            "keep": list(self.keep),
+            "recompute": list(self.recompute),
         }
 
     @staticmethod
@@ -340,6 +345,8 @@ class Plan:
                 baseline=_steps_from_json(data["baseline"]),
                 notes=tuple(data["notes"]),
                 replayed_peak=data.get("replayed_peak"),
+                keep=tuple(data.get("keep", ())),
+                recompute=tuple(data.get("recompute", ())),
                 **{name: data[name] for name in _PLAIN},
             )
             _ = plan.baseline_timeline  # a baseline that cannot run is refused here, not when read

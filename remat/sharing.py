@@ -77,12 +77,12 @@ class StepPlan:
     @property
     def baseline_peak(self) -> int:
         """Predicted peak without remat."""
-        return simulate(self.joined.problem, self.baseline).peak
+        return simulate(self.joined.problem.unrestricted, self.baseline).peak
 
     @property
     def extra_time(self) -> float:
         """Predicted time in the graphs over the baseline's: 0.08 is 8 % more."""
-        old = simulate(self.joined.problem, self.baseline).seconds
+        old = simulate(self.joined.problem.unrestricted, self.baseline).seconds
         return self.solution.seconds / old - 1 if old > 0 else 0.0
 
     @property
@@ -192,7 +192,7 @@ def share(
     baseline = joined.schedule([plan.baseline for plan in recorded.plans])
     known = [joined.schedule([plan.solution.schedule for plan in recorded.plans])]
     known += [joined.schedule([p.solution.schedule for p in start.plans]) for start in starts]
-    timeline = simulate(problem, baseline)
+    timeline = simulate(problem.unrestricted, baseline)
     total, free = _memory(recorded, options, resident)
     budget = options.budget.resolve(
         baseline_peak=timeline.peak,
@@ -201,7 +201,8 @@ def share(
         device_free=free,
     )
     assert budget is not None, "no budget, nothing to share"
-    if timeline.peak <= budget and options.solver == "auto":
+    decided = options.keep or options.recompute
+    if timeline.peak <= budget and options.solver == "auto" and not decided:
         solution = _untouched(problem, baseline, budget)
     else:
         solution = _solve(problem, known, options, budget)
