@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from remat.passes.torch_private.inductor import CompiledHalf
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+FREE_EARLY: Final[dict[str, Any]] = {"allow_buffer_reuse": False}
+"""Options under which a planned graph holds nothing that nobody reads.
+
+Inductor keeps a buffer that is done with until another of its size is wanted, as long as its own
+estimate of the peak allows it; that estimate is not the true peak. Under the least-peak plan of a
+4-layer transformer with a cross-entropy loss, buffers so kept lifted the peak from 16.09 to 17.69
+MiB. Writing into an input that is read for the last time is another option (``inplace_buffers``),
+and stays on.
+
+Reordering found nothing more: inductor keeps the order in which the backward graph was emitted.
+With early frees the peak was 16.09 MiB whether ``reorder_for_peak_memory`` was on or off, and
+whether the scheduler's nodes were sorted by emitted order or not.
+"""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from remat.cost.profile import Profiler
-from remat.executors.inductor import InductorGraph, compile_graph
+from remat.executors.inductor import FREE_EARLY, InductorGraph, compile_graph
 from remat.executors.workspaces import MeasuredWorkspaces
 from remat.executors.wrapper import StepReplay, replay_step
 from remat.measurement import measure, resident_bytes
@@ -244,6 +244,20 @@ def test_options_hold_for_one_compilation() -> None:
     for half in (made[0].forward, made[0].backward):
         assert half is not None
         assert "assert_size_stride(" not in half.source
+
+
+def test_free_early_keeps_no_buffer_for_later() -> None:
+    def chain(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (((x @ a) @ b) @ a) @ b
+
+    sources = []
+    for options in ({}, FREE_EARLY):
+        run, made = compiled(chain, key="reuse", inductor_options=options)
+        with torch.no_grad():
+            run(*matrices())
+        assert made[0].inference is not None
+        sources.append(made[0].inference.source)
+    assert ["# reuse" in source for source in sources] == [True, False]
 
 
 class Small(nn.Module):
