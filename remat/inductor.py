@@ -225,7 +225,7 @@ def _describe(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
         args = pytree.tree_map_only(
             fx.Node, lambda source: _Place(place[source]), (node.args, node.kwargs)
         )
-        called = "" if node.op == "placeholder" else f"{node.target} {args}"
+        called = "" if node.op == "placeholder" else f"{_name(node.target)} {args}"
         lines.append(f"{node.op} {called}")
     for item in inputs:
         if isinstance(item, torch.Tensor):
@@ -234,6 +234,13 @@ def _describe(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
         else:
             lines.append(repr(item))
     return "\n".join(lines)
+
+
+def _name(target: Any) -> str:
+    """A name that is the same in every process; a function prints with its address."""
+    if isinstance(target, str) or not hasattr(target, "__name__"):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{target.__name__}"
 
 
 @dataclass(frozen=True)
