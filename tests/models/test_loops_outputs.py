@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.models.compare import EXECUTORS, Outcome, same_bits
-from tests.models.loops import WIDTH, Residual, Run, batch, check, planned
+from tests.models.compare import EXECUTORS, Outcome, differences
+from tests.models.loops import WIDTH, Residual, Run, batch, check, planned, trained
+from tests.models.steps import same_bits
 
 pytestmark = pytest.mark.parametrize("executor", EXECUTORS)
 
@@ -341,3 +342,27 @@ def test_python_arguments_that_change_the_graph(executor: str) -> None:
             y.sum().backward()
 
     check(Switched, body, executor)
+
+
+@pytest.mark.parametrize("door", ["function", "backend", "in place"])
+def test_every_way_in(executor: str, door: str) -> None:
+    given: dict[str, Any] = {"memory_budget": 0.0, "executor": executor, "cost": "flops"}
+    given |= {"time_limit": 0.1, "on_unplanned": "ignore"}
+
+    def enter(model: nn.Module) -> Any:
+        if door == "function":
+            return planned(lambda x: model(x).square().mean(), executor)
+        if door == "in place":
+            model.compile(backend="remat", options=given, dynamic=False)
+            return lambda x: model(x).square().mean()
+        compiled = torch.compile(model, backend="remat", options=given, dynamic=False)
+        return lambda x: compiled(x).square().mean()
+
+    def body(model: nn.Module, run: Run, outcome: Outcome) -> None:
+        for step in range(2):
+            outcome[f"loss{step}"] = run(batch(step))
+            outcome[f"loss{step}"].backward()
+
+    wanted, _ = trained(Residual, body, lambda model: lambda x: model(x).square().mean())
+    found, _ = trained(Residual, body, enter)
+    assert differences(wanted, found) == []
