@@ -28,6 +28,7 @@ from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as _config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from remat.passes.torch_private.partition import default_partition, is_region
 from remat.solvers.errors import InvalidOption, RematError
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -80,6 +81,8 @@ class Partitioner(CustomPartitionerFn):
             raise RematError("a partition that went through pickle has lost its function")
         # Meant for torch's own partitions.
         options.pop("compiler", None)
+        if is_region(joint_inputs):
+            return default_partition(gm, joint_inputs, options.pop("num_fwd_outputs"), **options)
         return self._partition(gm, joint_inputs, **options)
 
     def uuid(self) -> str:
