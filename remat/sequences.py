@@ -8,6 +8,7 @@ watched too, and where it was seen to hold other bytes beside the graphs, it is 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -22,10 +23,11 @@ from remat.passes.storages import main_device
 from remat.plans import Plan, Unplanned
 from remat.sharing import Recorded, StepPlan, share
 from remat.solvers.errors import BudgetTooSmall
+from remat.solvers.units import format_bytes
 from remat.steps import Step
 
 MOST_SEQUENCES: Final = 8
-_MOST_CHECKS: Final = 3
+_MOST_SHARES: Final = 3
 _SLACK: Final = 0.02  # of the budget: so much less is beside the graphs than thought, share anew
 
 
@@ -38,14 +40,16 @@ class _Known:
         planned: which calls can be planned.
         recorded: by the bytes of gradients and optimizer state when it began.
         shared: the plans, likewise.
-        checks: how often it was watched with these plans, likewise.
+        shares: how often plans were made, likewise.
+        watched: for which of them a step with the latest plans was watched.
     """
 
     sequence: tuple[Any, ...]
     planned: tuple[int, ...]
     recorded: dict[int, Recorded] = field(default_factory=dict)
     shared: dict[int, StepPlan] = field(default_factory=dict)
-    checks: dict[int, int] = field(default_factory=dict)
+    shares: Counter[int] = field(default_factory=Counter)
+    watched: set[int] = field(default_factory=set)
 
     @property
     def graphs(self) -> tuple[GraphRunner, ...]:
@@ -54,7 +58,7 @@ class _Known:
 
     def settled(self, moving: int) -> bool:
         """Whether nothing more has to be watched."""
-        return self.checks.get(moving, 0) > 0
+        return moving in self.watched
 
     def covers(self, step: Step) -> bool:
         """Whether ``step`` is this sequence, or its first calls alone, nested alike.
@@ -233,6 +237,7 @@ class Sequences:
         if moving in known.recorded:
             recorded = known.recorded[moving]
             starts = list(known.shared.values())
+            known.shares[moving] += 1
             known.shared[moving] = share(recorded, recorded.resident, self.options, starts)
             return known.shared[moving]
         moves = self.options.budget.kind == "fraction"
@@ -245,6 +250,7 @@ class Sequences:
             try:
                 resident = recorded.resident + moving - other
                 known.shared[moving] = share(recorded, resident, self.options)
+                known.shares[moving] += 1
             except BudgetTooSmall:  # gradients were counted as new that are there already
                 return None
             return known.shared[moving]
@@ -332,17 +338,23 @@ class Sequences:
 
     def _learn(self, known: _Known, step: Step, phases: tuple[Phase, ...]) -> None:
         """A known sequence was watched again."""
-        moving = step.moving
-        recorded = self._recorded(step, known.planned, phases)
-        checks = known.checks.get(moving, 0) + 1
-        known.recorded[moving] = recorded
-        known.checks[moving] = checks
-        plan = known.shared.get(moving)
-        if plan is None or self._following is not plan or checks >= _MOST_CHECKS:
+        moving, plan = step.moving, self._following
+        recorded = known.recorded[moving] = self._recorded(step, known.planned, phases)
+        if plan is None or known.shared.get(moving) is not plan:
             return
+        known.watched.add(moving)
         peak = plan.peak_beside(phases, recorded.resident)
-        saves = plan.solution.schedule != plan.baseline
-        slack = saves and peak < plan.peak - _SLACK * plan.memory_budget
-        if peak > plan.memory_budget or slack:
+        computes_again = plan.solution.schedule != plan.baseline
+        slack = computes_again and peak < plan.peak - _SLACK * plan.memory_budget
+        if peak <= plan.memory_budget and not slack:
+            return
+        if known.shares[moving] < _MOST_SHARES:
             known.shared.pop(moving)
-            known.checks[moving] = 0 if peak > plan.memory_budget else checks
+            if peak > plan.memory_budget:
+                known.watched.discard(moving)
+        elif peak > plan.memory_budget:
+            self._changed = (
+                f"the step peaked at {format_bytes(peak)}, above its budget of "
+                f"{format_bytes(plan.memory_budget)}: what is alive beside the graphs differs from "
+                "step to step; leave that much more room"
+            )

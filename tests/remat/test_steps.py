@@ -249,8 +249,8 @@ def test_layers_dropped_at_random_settle(x: Tensor) -> None:
             self.blocks = nn.ModuleList(Block() for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                if random.random() < 0.4:
+            for index, block in enumerate(self.blocks):
+                if index and random.random() < 0.4:
                     continue
                 x = block(x)
                 torch._dynamo.graph_break()
