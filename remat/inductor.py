@@ -37,9 +37,6 @@ from remat.version import __version__
 TIGHTENED: Final = 4
 """How often a graph is compiled again for a lower budget."""
 
-# A buffer that inductor means to use again is held until then, also across the step's peak.
-_WITHIN_A_BUDGET: Final = {"allow_buffer_reuse": False}
-
 
 @dataclass(frozen=True)
 class InductorStep:
@@ -177,10 +174,11 @@ class _Compiler:
             partition=split,
             key=f"{self.key} {salt}",
             inductor_options={
-                **({} if self.untouched else _WITHIN_A_BUDGET),
+                **({} if self.untouched else inductor.FREE_EARLY),
                 **(self.options.inductor or {}),
             },
             donate=self.untouched,
+            hold_apart=not self.untouched,
         )
         return made, plans[0] if plans else None
 

@@ -14,6 +14,7 @@ What inductor's caches do with a custom partition, measured on torch 2.13:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import hashlib
@@ -29,6 +30,7 @@ from torch._inductor import config as _config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.passes.torch_private.partition import default_partition, is_region
+from remat.passes.torch_private.fusing import held_apart
 from remat.solvers.errors import InvalidOption, RematError
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -124,6 +126,7 @@ def compile_with_partition(
     partitioner: Partitioner,
     options: Mapping[str, Any],
     donate: bool,
+    hold_apart: bool,
     on_compiled: Callable[[CompiledHalf], None],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with inductor; the graph itself is left as it is.
@@ -134,6 +137,7 @@ def compile_with_partition(
     Args:
         options: checked by :func:`check_options`; they hold for this compilation only.
         donate: let backward write into saved tensors, which forbids ``retain_graph``.
+        hold_apart: fuse no two ops that a library call lies between; see :mod:`fusing`.
         on_compiled: called for each half that is compiled, or found in inductor's cache.
     """
 

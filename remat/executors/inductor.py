@@ -65,6 +65,7 @@ def compile_graph(
     key: str,
     inductor_options: Mapping[str, Any] | None = None,
     donate: bool = False,
+    hold_apart: bool = False,
 ) -> InductorGraph:
     """Compile one Dynamo graph with inductor; ``graph`` is left as it is.
 
@@ -76,6 +77,8 @@ def compile_graph(
         inductor_options: what ``torch.compile(options=...)`` takes.
         donate: let backward write into saved tensors, as stock torch does; forbids
             ``retain_graph``.
+        hold_apart: fuse no two ops that a library call lies between, so that what is computed a
+            second time late is not computed early.
 
     Raises:
         InvalidOption: an option inductor does not have, or that remat sets itself.
@@ -104,9 +107,10 @@ def compile_graph(
     run = private.compile_with_partition(
         graph,
         example_inputs,
-        partitioner=private.Partitioner(counted, f"{key} donate={donate}"),
+        partitioner=private.Partitioner(counted, f"{key} donate={donate} apart={hold_apart}"),
         options=options,
         donate=donate,
+        hold_apart=hold_apart,
         on_compiled=compiled,
     )
     return InductorGraph(
