@@ -7,6 +7,7 @@ stands here lets the caller speak before that node does.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,15 @@ def on_double_backward(outputs: Any, say: Callable[[], None]) -> None:
     """
     node: Any = backward_node(outputs)
     if node is not None:
-        # Hooks of this kind do not hold the node, nor what it saved.
+        weak = weakref.ref(node)
+        node.register_prehook(lambda _: _before_backward(weak, say))
+
+
+def _before_backward(weak: weakref.ref[Any], say: Callable[[], None]) -> None:
+    # A hook after backward holds the gradients that arrive while it runs: only under create_graph,
+    # which is when gradients are on in here, is there one.
+    node = weak()
+    if torch.is_grad_enabled() and node is not None:
         node.register_hook(lambda gradients, _: _watch(gradients, say))
 
 
