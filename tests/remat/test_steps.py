@@ -311,3 +311,27 @@ def test_a_call_that_is_never_followed_by_a_backward_ends_the_recording(x: Tenso
     step(x).backward()
     step(x).backward()
     assert step.step_plan is not None
+
+
+@pytest.mark.slow
+def test_a_hugging_face_model_called_with_labels() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_embd=64, n_head=2, vocab_size=256, n_positions=64, use_cache=False,
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        loss_type="ForCausalLM",
+    )  # fmt: skip
+    net = GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 256, (8, 64))
+    step = remat.compile(net, memory_budget=0.3, **OPTIONS)
+
+    def loss(run: Callable[..., Any]) -> Tensor:
+        torch.manual_seed(1)  # dropout
+        return run(input_ids=tokens, labels=tokens).loss
+
+    peak = check(net, lambda: loss(net), lambda: loss(step), tokens)
+    whole = step.step_plan
+    assert len(whole.plans) == 2
+    assert peak <= whole.memory_budget < whole.baseline_peak
