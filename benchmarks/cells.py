@@ -17,7 +17,7 @@ from torch._functorch.partitioners import default_partition
 from torch.fx import GraphModule
 
 import remat
-import remat.session
+import remat.compilation
 from remat.measurement import Measurement, measure
 from remat.plans import Plan
 from remat.solvers.errors import BudgetTooSmall
@@ -215,14 +215,14 @@ def _only_plan(run: Any) -> Plan:
 def _partitions() -> Iterator[list[str]]:
     """The code of both graphs of every partition that remat makes inside the block."""
     code: list[str] = []
-    real = remat.session.partition
+    real = remat.compilation.partition
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         made = real(*args, **kwargs)
         code.extend(graph.code for graph in (made.forward, made.backward))
         return made
 
-    with mock.patch.object(remat.session, "partition", watched):
+    with mock.patch.object(remat.compilation, "partition", watched):
         yield code
 
 

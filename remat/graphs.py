@@ -16,6 +16,7 @@ from remat.partitioner import Ledger
 from remat.passes.storages import main_device
 from remat.passes.torch_private import autograd
 from remat.plans import Plan, Unplanned
+from remat.sharing import PLACE
 from remat.solvers.schedule import Schedule
 from remat.solvers.units import format_bytes
 
@@ -135,8 +136,8 @@ class GraphRunner:
         made = compile_graph(self._graph, inputs, options, self._ledger(inputs))
         if isinstance(made.plan, Plan):
             note = (
-                "the least peak of this graph alone: the step has several, and its sequence of "
-                "calls is not known yet"
+                f"{PLACE} the least peak of this graph alone; there are several, and the sequence "
+                "of their calls is not known yet"
             )
             made = CompiledGraph(
                 made.run, dataclasses.replace(made.plan, notes=(*made.plan.notes, note))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
@@ -25,6 +26,10 @@ from remat.solvers.schedule import Schedule, Solution
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 from remat.solvers.units import format_bytes, format_seconds
+
+
+PLACE: Final = "in the step:"
+"""How the note begins that says what place a plan has in a step."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +334,11 @@ def _plans(
                     solve_time=solution.solve_time,
                 ),
                 least_peak=None,
-                notes=(*plan.notes, _note(joined, solution, call)),
+                replayed_peak=None,
+                notes=(
+                    *(note for note in plan.notes if not note.startswith(PLACE)),
+                    _note(joined, solution, call),
+                ),
             )
         )
     return tuple(plans)
@@ -337,7 +346,7 @@ def _plans(
 
 def _note(joined: Joined, solution: Solution, call: int) -> str:
     return (
-        f"call {call + 1} of {len(joined.calls)} in a step that peaks at "
+        f"{PLACE} call {call + 1} of {len(joined.calls)} in one that peaks at "
         f"{format_bytes(solution.peak)}; what the other graphs and the code between them hold "
         "while it runs counts as resident here"
     )
