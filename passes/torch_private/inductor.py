@@ -29,8 +29,8 @@ from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as _config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from remat.passes.torch_private.partition import default_partition, is_region
 from remat.passes.torch_private.fusing import held_apart
+from remat.passes.torch_private.partition import default_partition, is_region
 from remat.solvers.errors import InvalidOption, RematError
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -162,7 +162,9 @@ def compile_with_partition(
     own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     own.meta = dict(graph.meta)
     patches = {**options, "custom_partitioner_fn": partitioner}
-    with _functorch_config.patch({_AT_ONCE: True} if hasattr(_functorch_config, _AT_ONCE) else {}):
+    at_once = {_AT_ONCE: True} if hasattr(_functorch_config, _AT_ONCE) else {}
+    apart = held_apart() if hold_apart else contextlib.nullcontext()
+    with apart, _functorch_config.patch(at_once):
         run: Any = _compile_fx.compile_fx(own, inputs, inner_compile=inner, config_patches=patches)
     return run
 
