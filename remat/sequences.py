@@ -160,6 +160,7 @@ class Sequences:
         self._remember_leaves(inputs)
         if self.owner is not None:
             self._remember_leaves(resident_tensors(self.owner))
+        self._leaves = {key: ref for key, ref in self._leaves.items() if ref() is not None}
         alive = [leaf for ref in self._leaves.values() if (leaf := ref()) is not None]
         return moving_bytes(alive, self.options.optimizer)
 

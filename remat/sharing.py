@@ -27,7 +27,6 @@ from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 from remat.solvers.units import format_bytes, format_seconds
 
-
 PLACE: Final = "in the step:"
 """How the note begins that says what place a plan has in a step."""
 

@@ -335,3 +335,66 @@ def test_a_hugging_face_model_called_with_labels() -> None:
     whole = step.step_plan
     assert len(whole.plans) == 2
     assert peak <= whole.memory_budget < whole.baseline_peak
+
+
+def test_backwards_need_not_be_nested(x: Tensor) -> None:
+    block = Block()
+    step = remat.compile(block, memory_budget=0.3, **OPTIONS)
+
+    def both(run: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        def train() -> None:
+            first, second = run(x).square().mean(), run(x * 2).square().mean()
+            first.backward()
+            second.backward()
+
+        return train
+
+    expected = gradients(block, both(block))
+    for _ in range(3):
+        ours = gradients(block, both(step))
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    whole = step.step_plan
+    assert [phase.call for phase in whole.joined.phases if phase.kind == "backward"] == [0, 1]
+    assert true_peak(block, x, both(step)) <= whole.memory_budget
+
+
+def test_a_graph_that_is_kept_for_a_second_backward_still_has_its_gradients(x: Tensor) -> None:
+    net = Broken()
+    step = remat.compile(net, memory_budget=0.3, on_unplanned="ignore", **OPTIONS)
+
+    def twice(run: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        def train() -> None:
+            loss = run(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        return train
+
+    expected = gradients(net, twice(net))
+    for _ in range(3):
+        ours = gradients(net, twice(step))
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_an_error_in_the_middle_leaves_a_model_that_still_trains(x: Tensor) -> None:
+    class Failing(Broken):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[1](self.blocks[0](x))
+            self.outside()
+            return self.blocks[3](self.blocks[2](x)).square().mean()
+
+        @torch.compiler.disable
+        def outside(self) -> None:
+            if self.fails:
+                raise RuntimeError("in the middle")
+
+    net = Failing()
+    step = remat.compile(net, memory_budget=0.3, **OPTIONS)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            step(x)
+        assert not profiling.is_profiling()
+    net.fails = False
+    assert check(net, lambda: net(x), lambda: step(x), x) <= step.step_plan.memory_budget
