@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.models.compare import EXECUTORS, Outcome, differences
-from tests.models.loops import WIDTH, Residual, Run, aot_eager, batch, planned, trained
+from tests.models.loops import (
+    WIDTH,
+    Residual,
+    Run,
+    batch,
+    planned,
+    trained,
+    trained_by_stock,
+)
 
 ACTIONS = (
     "forward", "forward", "smaller", "oldest", "newest", "again", "drop", "evaluate", "draw",
@@ -107,7 +115,7 @@ def check_loop(model: type[nn.Module], actions: Sequence[str], budget: Any, exec
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wanted, _ = trained(model, body, aot_eager)
+        wanted = trained_by_stock(model, body)
         found, _ = trained(model, body, lambda model: planned(model, executor, budget))
     assert differences(wanted, found) == []
 
