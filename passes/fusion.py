@@ -57,6 +57,8 @@ _ANY_READS_ELSEWHERE: Final = 8
 _SHARED_OPERATIONS: Final = {"cpu": 50}
 _SHARED_OPERATIONS_ELSEWHERE: Final = 30
 _ANY_OPERATIONS: Final = 100
+# Storing a value that is not stored otherwise takes time: it must save this many times its bytes.
+_WORTH_KEEPING: Final = 1.25
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class _Fuser:
         computed = [
             creator for creator in self.reads[node] if creator.op not in ("placeholder", "get_attr")
         ]
-        return bool(computed) and sum(map(_bytes, computed)) > _bytes(node)
+        return bool(computed) and sum(map(_bytes, computed)) > _WORTH_KEEPING * _bytes(node)
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 
 from remat.cost.device import find_device
-from remat.executors import eager
+from remat.executors import eager, inductor
 from remat.measurement import resident_bytes, resident_tensors
 from remat.options import Options
 from remat.partitioner import Ledger, partition
@@ -57,6 +58,9 @@ def plan_on_fake_tensors(
         raise _Done
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if options.executor == "inductor":
+            inductor.compile_graph(graph, inputs, partition=split, key=secrets.token_hex(8))
+            _refuse_inference(graph)
         eager.compile_graph(graph, inputs, partition=split, on_inference=_refuse_inference)
         raise CaptureError("AOTAutograd never split the graph; report this with the model")
 

@@ -38,6 +38,11 @@ TIGHTENED: Final = 4
 """How often a graph is compiled again for a lower budget."""
 
 
+# Seconds the solver may take for each captured op: compiling one takes some twenty times as long.
+_PLANNING: Final = 0.003
+_LEAST_PLANNING: Final = 0.5
+
+
 @dataclass(frozen=True)
 class InductorStep:
     """A compiled step and its plan."""
@@ -64,6 +69,8 @@ class _Compiler:
     ) -> None:
         self.graph = graph
         self.inputs = inputs
+        limit = max(_LEAST_PLANNING, _PLANNING * len(graph.graph.nodes))
+        options = dataclasses.replace(options, time_limit=min(options.time_limit, limit))
         self.options = options
         self.ledger = ledger
         self.device = main_device(item for item in inputs if isinstance(item, torch.Tensor))

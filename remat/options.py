@@ -9,6 +9,7 @@ import difflib
 import importlib
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
 EXECUTORS: Final = ("eager", "inductor", "cudagraph")
 ON_UNPLANNED: Final = ("warn", "raise", "ignore")
 COSTS: Final = ("measured", "roofline", "flops")
-DEFAULT_EXECUTOR: Final = "eager"
+
+
+def default_executor() -> str:
+    """``$REMAT_EXECUTOR``, else ``"inductor"`` where a compiler is found, else ``"eager"``."""
+    if chosen := os.environ.get("REMAT_EXECUTOR"):
+        return _one_of("REMAT_EXECUTOR", chosen, EXECUTORS)
+    compilers = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++", "cl"))
+    return "inductor" if any(map(shutil.which, compilers)) else "eager"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +50,10 @@ class Options:
         every_n_layers: checkpoint layers 1, N+1, 2N+1, … and keep the rest; chooses the solver of
             that name.
         offload: not in this version.
-        executor: who runs the plan, ``"eager"`` or ``"inductor"``. None is read as the default.
-        time_limit: seconds the solver may take for one graph.
+        executor: who runs the plan, ``"eager"`` or ``"inductor"``. None is read as
+            :func:`default_executor`.
+        time_limit: seconds the solver may take for one graph; under inductor it takes at most a
+            share of what compiling takes.
         gap: stop solving when a better plan could be faster by at most this share (0.01 = 1 %).
         device: what the plan is for, ``"cuda"``, ``"h100"``; None: where the inputs are.
         keep, recompute: names or patterns of modules, "lm_head", "layers.*.mlp": what they make is
@@ -68,7 +78,7 @@ class Options:
     solver: str = "auto"
     every_n_layers: int | None = None
     offload: str | Literal[False] = False
-    executor: str = DEFAULT_EXECUTOR
+    executor: str | None = None
     time_limit: float = 10.0
     gap: float = 0.0
     device: str | None = None
@@ -86,7 +96,7 @@ class Options:
         parse_budget(self.memory_budget)
         self._set("every_n_layers", _every_n_layers(self.every_n_layers))
         self._set("solver", _solver(self.solver, self.every_n_layers))
-        self._set("executor", _one_of("executor", self.executor or DEFAULT_EXECUTOR, EXECUTORS))
+        self._set("executor", _one_of("executor", self.executor or default_executor(), EXECUTORS))
         self._set("time_limit", _seconds("time_limit", self.time_limit))
         self._set("gap", _share("gap", self.gap))
         self._set("device", _device(self.device))

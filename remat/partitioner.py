@@ -119,7 +119,7 @@ def partition(
         remat_version=__version__,
         torch_version=torch.__version__,
         device=spec.name,
-        executor=options.executor,
+        executor=str(options.executor),
         graph_hash=graph_hash,
         memory_budget=chosen.memory_budget,
         problem=lowered.problem,

@@ -13,7 +13,7 @@ from remat.solvers.errors import InvalidOption
 
 _WANTED: Final = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _OPTIONS: Final = (
-    "memory_budget", "solver", "every_n_layers", "time_limit", "gap", "device", "cost",
+    "memory_budget", "solver", "every_n_layers", "time_limit", "gap", "device", "cost", "executor",
 )  # fmt: skip
 
 
@@ -29,6 +29,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
     parser.add_argument("--gap", type=float, help="stop when at most this share could be gained")
     parser.add_argument("--device", metavar="NAME", help='what to plan for: "cpu", "cuda", "h100"')
+    parser.add_argument("--executor", metavar="NAME", help='who would run it: "inductor", "eager"')
     parser.add_argument("--cost", metavar="MODEL", help='"measured", "roofline" or "flops"')
 
 
