@@ -112,6 +112,10 @@ def check_loop(model: type[nn.Module], actions: Sequence[str], budget: Any, exec
         loop = Loop(model, run, outcome)
         for action in actions:
             loop.do(action)
+        # A step that is never ended may still be watched, and one thread has one profiler.
+        loop.waiting.clear()
+        loop.do("forward")
+        loop.do("newest")
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,7 +134,7 @@ QUIET = list(HealthCheck)
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @given(model=st.sampled_from((Residual, Broken)), actions=loops(10), budget=BUDGETS)
-@settings(max_examples=6, derandomize=True, suppress_health_check=QUIET, database=None)
+@settings(max_examples=4, derandomize=True, suppress_health_check=QUIET, database=None)
 def test_a_few_random_loops(executor: str, model: Any, actions: list[str], budget: Any) -> None:
     check_loop(model, actions, budget, executor)
 
