@@ -53,6 +53,18 @@ class MaskedLanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class EncoderDecoder(nn.Module):
+    """A Hugging Face encoder and decoder and their loss, in one graph."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, source: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.network(source, decoder_input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class ImageClassifier(nn.Module):
     """A Hugging Face image classifier and its loss, in one graph."""
 
@@ -190,10 +202,80 @@ def chunked_cross_entropy() -> TrainingStep:
     return _step("chunked_cross_entropy", ChunkedCrossEntropy, (tokens, labels))
 
 
+def t5() -> TrainingStep:
+    """T5, two layers a side: the encoder's output lives through all of the decoder."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        num_layers=2, num_decoder_layers=2, d_model=128, d_kv=32, d_ff=344, num_heads=4,
+        vocab_size=512, feed_forward_proj="gated-gelu", dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    source, _ = _tokens(8, 96, 512)
+    build = lambda: EncoderDecoder(T5ForConditionalGeneration(config))  # noqa: E731
+    return _step("t5", build, (source, *_tokens(8, 64, 512)))
+
+
+def whisper() -> TrainingStep:
+    """Whisper, two layers a side: convolutions before the encoder, one frozen parameter."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        encoder_layers=2, decoder_layers=2, d_model=128, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=512, decoder_ffn_dim=512, num_mel_bins=20,
+        max_source_positions=128, max_target_positions=64, vocab_size=512, use_cache=False,
+        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, attn_implementation="sdpa",
+        pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(SEED)
+    sound = torch.randn(8, 20, 256, generator=generator)
+    build = lambda: EncoderDecoder(WhisperForConditionalGeneration(config))  # noqa: E731
+    return _step("whisper", build, (sound, *_tokens(8, 64, 512)))
+
+
+def qwen3() -> TrainingStep:
+    """Qwen3, four layers: queries and keys are normalised head by head."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        num_hidden_layers=4, hidden_size=128, intermediate_size=344, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, vocab_size=512, max_position_embeddings=128,
+        use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    return _step("qwen3", lambda: LanguageModel(Qwen3ForCausalLM(config)), _tokens(8, 128, 512))
+
+
+def mixture_of_experts() -> TrainingStep:
+    """Qwen3-MoE, three layers, two of four experts a token, their weights gathered by token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        num_hidden_layers=3, hidden_size=64, moe_intermediate_size=64, intermediate_size=64,
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=512, max_position_embeddings=64,
+        use_cache=False, attn_implementation="sdpa", experts_implementation="batched_mm",
+    )  # fmt: skip
+    build = lambda: LanguageModel(Qwen3MoeForCausalLM(config))  # noqa: E731
+    return _step("mixture_of_experts", build, _tokens(4, 64, 512))
+
+
+def gpt2_bfloat16() -> TrainingStep:
+    """GPT-2 with parameters and activations in bfloat16."""
+    step = gpt2()
+    return TrainingStep("gpt2_bfloat16", step.model.bfloat16(), step.args)
+
+
+def llama_bfloat16() -> TrainingStep:
+    """Llama in bfloat16: norms and rotary embeddings go through fp32."""
+    step = llama()
+    return TrainingStep("llama_bfloat16", step.model.bfloat16(), step.args)
+
+
 STEPS: Final[dict[str, Callable[[], TrainingStep]]] = {
     build.__name__: build
     for build in (
         gpt2, llama, bert, resnet, vit, convnext, unet, lstm, shared_weights, running_scale,
-        chunked_cross_entropy,
+        chunked_cross_entropy, t5, whisper, qwen3, mixture_of_experts, gpt2_bfloat16,
+        llama_bfloat16,
     )
 }  # fmt: skip
