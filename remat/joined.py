@@ -224,11 +224,13 @@ class _Builder:
         for index, op in enumerate(problem.ops):
             if op.phase == "backward":
                 self._add_op(at, call, index)
-        # The engine holds what it passes to a backward until that has returned.
+        # A tangent that is no output dies at its last reader; one without readers is held as well.
+        read = {v for op in problem.ops for v in op.reads}
         held = [
             self.value_of[call, v]
             for v, value in enumerate(problem.values)
-            if value.tangent or (value.output == "backward" and not value.owned)
+            if (value.output == "backward" and not value.owned)
+            or (value.tangent and v not in read)
         ]
         self._between(at, Op(f"{at}: end", "backward", (beside, *held), ()))
 
