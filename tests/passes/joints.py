@@ -11,6 +11,7 @@ from torch import fx
 
 from remat.passes.baseline import baseline_schedule
 from remat.passes.costs import OpCost
+from remat.passes.fusion import fuse
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered, lower, op_nodes
 from remat.passes.mutation import pin_mutated_reads
@@ -33,15 +34,26 @@ class Captured:
     schedule: Schedule | None = None
 
 
-def compile_with(function: Callable[..., Any], planner: Planner) -> tuple[Callable[..., Any], list]:
-    """Compile ``function`` so that it runs the schedule ``planner`` gives (None: torch's own)."""
+def is_product(node: fx.Node) -> bool:
+    """What a compiler without kernels of its own for products calls a library for."""
+    return any(name in str(node.target) for name in ("mm.default", "bmm.default"))
+
+
+def compile_with(
+    function: Callable[..., Any], planner: Planner, *, inlines: bool = False
+) -> tuple[Callable[..., Any], list]:
+    """Compile ``function`` so that it runs the schedule ``planner`` gives (None: torch's own).
+
+    With ``inlines``, pointwise values are not stored, as under a compiler that fuses.
+    """
     seen: list[Captured] = []
 
     def partition(
         module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = pin_mutated_reads(JointGraph.make(module, num_fwd_outputs))
-        storages = Storages.of(joint)
+        inlined = fuse(joint, is_product).inlined if inlines else frozenset()
+        storages = Storages.of(joint, inlined=inlined)
         costs = {node: OpCost(1e-6) for node in op_nodes(joint, storages)}
         lowered = lower(joint, storages, costs)
         own = private.default_partition(module, inputs, num_fwd_outputs, **options)
@@ -61,9 +73,9 @@ def compile_with(function: Callable[..., Any], planner: Planner) -> tuple[Callab
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True), seen
 
 
-def capture(function: Callable[..., Any], *args: Any) -> Captured:
+def capture(function: Callable[..., Any], *args: Any, inlines: bool = False) -> Captured:
     """Capture the training step of ``function(*args)`` under torch's own partition."""
-    run, seen = compile_with(function, lambda lowered, baseline: None)
+    run, seen = compile_with(function, lambda lowered, baseline: None, inlines=inlines)
     run(*args)
     (captured,) = seen
     return captured
