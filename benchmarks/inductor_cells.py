@@ -238,8 +238,12 @@ def time_ratios(
 
 
 @contextmanager
-def watched() -> Iterator[Watched]:
-    """Count compilations and partitions inside the block; no stored plan is found there."""
+def watched(*, stored_plans: bool = False) -> Iterator[Watched]:
+    """Count compilations and partitions inside the block.
+
+    Args:
+        stored_plans: whether plans that an earlier run left on disk may be found.
+    """
     seen = Watched()
     compile_graph, partition = planned.inductor.compile_graph, planned.partition
 
@@ -264,6 +268,6 @@ def watched() -> Iterator[Watched]:
         with (
             mock.patch.object(planned.inductor, "compile_graph", counted),
             mock.patch.object(planned, "partition", timed),
-            mock.patch.object(planned, "PlanStore", Fresh),
+            mock.patch.object(planned, "PlanStore", PlanStore if stored_plans else Fresh),
         ):
             yield seen
