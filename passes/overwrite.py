@@ -1,8 +1,14 @@
-"""Backward ops that write their result over an input nobody reads afterwards.
+"""What a fused kernel allocates: all its results at once, some of them over an input that dies.
 
-A fusing compiler gives the two one allocation where the element written is the element read and
-the sizes agree. In the problem such an op has a negative workspace: the input and the result are
-alive together, and count once.
+The ops of a kernel stand one after the other in a problem, but their results are allocated before
+the first runs, and their inputs are freed after the last. So the first op of a kernel has the later
+results as workspace.
+
+Where the element written is the element read, the sizes agree and nobody reads the input afterwards,
+the two are one allocation. Such an op has a negative workspace: the input and the result are alive
+together, and count once.
+
+Both are said of backward only, whose ops run once; a forward op may be run again by itself.
 """
 
 from __future__ import annotations
@@ -33,23 +39,50 @@ def overwrite_inputs(lowered: Lowered, fusion: Fusion, *, donated: bool) -> Lowe
             continue
         for value in op.reads:
             last = last_reader[value]
-            if value in taken or not _may_be_overwritten(lowered, value, donated):
+            if value in taken or not _may_be_overwritten(lowered, fusion, value, donated):
                 continue
             if _is_one_kernel(lowered, fusion, index, last) and _agree(lowered, value, node):
                 taken.add(value)
                 for place in range(index, last + 1):
                     ops[place] = _less(lowered.problem, ops[place], value)
                 break
+    _allocate_at_once(lowered, fusion, ops)
     return dataclasses.replace(
         lowered, problem=dataclasses.replace(lowered.problem, ops=tuple(ops))
     )
 
 
-def _may_be_overwritten(lowered: Lowered, value: int, donated: bool) -> bool:
-    held = lowered.problem.values[value]
+def _allocate_at_once(lowered: Lowered, fusion: Fusion, ops: list[Op]) -> None:
+    """Give the first op of each kernel what the later ones allocate."""
+    values = lowered.problem.values
+    kernels = [_backward_kernel(lowered, fusion, index) for index in range(len(ops))]
+    first = 0
+    for index, op in enumerate(ops):
+        if kernels[index] is None or index == 0 or kernels[index] != kernels[index - 1]:
+            first = index
+            continue
+        # A result that is written over an input adds nothing; ``workspace`` says how much it saves.
+        added = sum(values[v].bytes for v in op.writes) + min(0, op.workspace)
+        saved_before = min(0, ops[index - 1].workspace)
+        added = max(0, added - saved_before)
+        ops[first] = dataclasses.replace(ops[first], workspace=ops[first].workspace + added)
+
+
+def _backward_kernel(lowered: Lowered, fusion: Fusion, index: int) -> int | None:
+    node = lowered.ops[index].node
+    if node is None or lowered.problem.ops[index].phase != "backward":
+        return None
+    return fusion.kernel.get(node)
+
+
+def _may_be_overwritten(lowered: Lowered, fusion: Fusion, value: int, donated: bool) -> bool:
+    held, producer = lowered.problem.values[value], lowered.problem.producer[value]
     if held.owned or held.output or held.tangent or held.bytes == 0:
         return False
-    return donated or lowered.problem.ops[lowered.problem.producer[value]].phase == "backward"
+    node = lowered.ops[producer].node
+    if node is None or fusion.kinds.get(node) == "generated":
+        return False  # a scatter writes into a buffer of its own, which no other op gets
+    return donated or lowered.problem.ops[producer].phase == "backward"
 
 
 def _is_one_kernel(lowered: Lowered, fusion: Fusion, first: int, last: int) -> bool:

@@ -163,7 +163,6 @@ def test_a_gradient_is_written_over_the_one_it_is_computed_from() -> None:
         before = simulate(captured.lowered.problem, captured.baseline)
         after = simulate(lowered.problem, captured.baseline)
         assert after.seconds == before.seconds
-        assert after.peak <= before.peak
     assert spared, "with saved tensors donated, the product's result is written over"
 
 
