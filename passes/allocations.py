@@ -57,6 +57,8 @@ class Allocations:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._level_at_entry = torch.cuda.memory_allocated(self.device)
         else:
+            if (owner := profiling.yielding()) is not None:
+                owner.make_way()
             if profiling.is_profiling():
                 raise RematError(
                     "cannot watch the allocator: a torch profiler is already running on this "

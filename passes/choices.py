@@ -101,17 +101,26 @@ def _made_inside(problem: Problem, recompute: Sequence[str]) -> Iterator[int]:
 
 
 def _check_known(problem: Problem, option: str, pattern: str) -> None:
-    if any(_module(op, (pattern,)) is not None for op in problem.ops):
-        return
+    if not is_known(problem.ops, pattern):
+        raise unknown_pattern(problem.ops, option, pattern, "this graph")
+
+
+def is_known(ops: Iterable[Op], pattern: str) -> bool:
+    """Whether ``pattern`` means a module that one of the ops lies in."""
+    return any(_module(op, (pattern,)) is not None for op in ops)
+
+
+def unknown_pattern(ops: Iterable[Op], option: str, pattern: str, where: str) -> InvalidOption:
+    """The error for a pattern that means no module of ``where``, whose ops these are."""
     paths = dict.fromkeys(
         ".".join(path[:depth])
-        for path in dict.fromkeys(_parts(op.layer) for op in problem.ops)
+        for path in dict.fromkeys(_parts(op.layer) for op in ops)
         for depth in range(1, len(path) + 1)
     )
     near = difflib.get_close_matches(pattern, paths, n=1, cutoff=_NEAR)
     hint = f"the nearest is {near[0]!r}" if near else "there are " + _listed(list(paths))
-    raise InvalidOption(
-        f"{option}={pattern!r} matches no module of this graph; {hint} "
+    return InvalidOption(
+        f"{option}={pattern!r} matches no module of {where}; {hint} "
         "(a pattern is a path from the model down, in which * stands for one part: layers.*.mlp)"
     )
 

@@ -6,6 +6,7 @@ recording begins and ends in different calls, and marks are left in it from insi
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +34,22 @@ class Levels:
     the same limit: the release of what was allocated before is not seen. On CUDA the caching
     allocator's counters are read; its peak counters are reset.
 
+    torch binds the recording on the CPU to the thread that began it, and only that thread can end
+    it: one that another thread wanted to end is lost, and ends when its own thread next begins or
+    makes way for another.
+
     Attributes:
         running: between start and stop.
+        lost: it ended before its time, and says nothing.
         segments: one for each mark; on the CPU complete only after :meth:`stop`.
     """
 
     def __init__(self, device: torch.device, level: int = 0) -> None:
         self.device = device
         self.running = False
+        self.lost = False
         self.segments: list[Segment] = []
+        self._thread = 0
         self._level = level
         self._base = 0
         self._open: Segment | None = None  # the segment that lasts
@@ -51,21 +59,35 @@ class Levels:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base = torch.cuda.memory_allocated(self.device) - self._level
-        elif self.device.type != "cpu" or profiling.is_profiling():
+        elif self.lost or self.device.type != "cpu" or _is_taken():
             return False
         else:
-            profiling.start_memory_events()
+            profiling.start_memory_events(self)
+            self._thread = threading.get_ident()
         self.running = True
         return True
 
+    def make_way(self) -> None:
+        """End for good, on the thread of the recording, because another one wants to begin."""
+        self.lost, self.running = True, False
+        profiling.stop_events()
+
+    def _is_foreign(self) -> bool:
+        """Whether this is another thread than the recording's."""
+        if self.device.type == "cpu" and self._thread != threading.get_ident():
+            self.lost, self.running = True, False
+        return self.lost
+
     def mark(self) -> int:
-        """Begin a segment; answers its index."""
+        """Begin a segment; answers its index. What is lost is marked without a level."""
         if self.device.type == "cuda":
             self._read_counters()
             self._open = Segment(self._level, self._level)
             self.segments.append(self._open)
             return len(self.segments) - 1
         self.segments.append(Segment(0, 0))
+        if self._is_foreign():
+            return len(self.segments) - 1
         profiling.mark(str(len(self.segments) - 1))
         return len(self.segments) - 1
 
@@ -74,7 +96,7 @@ class Levels:
 
         Not inside a backward: the engine would start the profiler again.
         """
-        if not self.running:
+        if not self.running or self._is_foreign():
             return
         self.running = False
         if self.device.type == "cuda":
@@ -96,3 +118,11 @@ class Levels:
         self._rise_to(torch.cuda.max_memory_allocated(self.device) - self._base)
         self._level = torch.cuda.memory_allocated(self.device) - self._base
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def _is_taken() -> bool:
+    """Whether a profiler runs on this thread. A recording of ours that was lost ends here."""
+    owner = profiling.yielding()
+    if owner is not None and owner.lost:
+        owner.make_way()
+    return profiling.is_profiling()

@@ -3,77 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from remat.capture import check_trainable, fresh_function, plan_on_fake_tensors
+from remat.capture import check_trainable, plan_on_fake_tensors
+from remat.compiled import Compiled, make_compiled
 from remat.options import Options
 from remat.passes.torch_private import dynamo
-from remat.plans import Plan, Unplanned
-from remat.session import Session
-from remat.sharing import StepPlan
-from remat.solvers.errors import InvalidOption, RematError
-
-_UNCOMPILED: Final = Unplanned(
-    "torch ran this call without compiling it: its limit of graphs for one function is reached "
-    "(torch._dynamo.config.recompile_limit; pad inputs to fewer shapes, or raise it), or "
-    "compilation is turned off"
-)
-
-
-class Compiled:
-    """What :func:`compile` returns: called like the model, and otherwise the model itself.
-
-    Attributes:
-        plans: one :class:`remat.Plan` for each captured graph, that of its latest call; what could
-            not be planned stands there with the reason. Empty before the first call.
-    """
-
-    def __init__(self, model: Callable[..., Any], options: Options) -> None:
-        self._model = model
-        owner = model if isinstance(model, torch.nn.Module) else None
-        self._session = Session(options, owner=owner)
-        function = fresh_function(model)
-        self._run = torch.compile(function, backend=self._session.backend, dynamic=False)
-
-    @property
-    def plans(self) -> tuple[Plan | Unplanned, ...]:
-        """One for each captured graph; see the class."""
-        return self._session.plans
-
-    @property
-    def step_plan(self) -> StepPlan | None:
-        """How several graphs of a step share the budget, from the second step on; else None."""
-        return self._session.step_plan
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = self._session.calls
-        with self._session.entered((args, kwargs)):
-            result = self._call(*args, **kwargs)
-        if self._session.calls == before:
-            self._session.say(_UNCOMPILED)
-        return result
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._run(*args, **kwargs)
-        except dynamo.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, RematError):
-                raise error.inner_exception from None
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_model", "_session", "_run"):
-            raise AttributeError(name)
-        return getattr(self._model, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is compiled anew: compiled code would train the original.
-        return Compiled, (self._model, self._session.options)
-
-    def __repr__(self) -> str:
-        return f"remat.compile({self._model!r})"
+from remat.plans import Plan
+from remat.solvers.errors import InvalidOption
 
 
 def compile(model: Callable[..., Any], **options: Any) -> Compiled:
@@ -86,18 +25,35 @@ def compile(model: Callable[..., Any], **options: Any) -> Compiled:
         options: see :class:`remat.Options`; ``memory_budget`` above all.
 
     Returns:
-        A callable to use like what ``torch.compile`` returns; ``.plans`` says what was decided.
+        A callable to use like what ``torch.compile`` returns; ``.plans`` says what was decided. For
+        a module it is one, of the same parameters under the same names.
 
     Raises:
-        InvalidOption: an option is wrong, or the model has no trainable parameters.
+        InvalidOption: an option is wrong, the model has no trainable parameters, or is compiled
+            already.
         BudgetTooSmall: (at the first call) no plan keeps the budget.
         CaptureError: (at the first call) the model cannot be captured.
     """
     checked = Options.make(**options)
     if not callable(model):
         raise InvalidOption(f"remat.compile takes a module or a function, not {model!r}")
+    _refuse_compiled(model)
     check_trainable(model)
-    return Compiled(model, checked)
+    return make_compiled(model, checked)
+
+
+def _refuse_compiled(model: object) -> None:
+    if isinstance(model, Compiled):
+        raise InvalidOption(
+            "remat.compile was given what remat.compile returned: it is compiled already; to "
+            "change its options compile the model itself again"
+        )
+    if dynamo.is_compiled(model):
+        raise InvalidOption(
+            "remat.compile was given a model that torch.compile, or its own compile(), has "
+            "compiled, and one model is compiled once: give it the model itself (_orig_mod of what "
+            "torch.compile returned)"
+        )
 
 
 def plan(
@@ -125,6 +81,11 @@ def plan(
         CaptureError: the step is not one graph.
     """
     checked = Options.make(**options)
+    if checked.double_backward:
+        raise InvalidOption(
+            "double_backward=True runs a graph that trains uncompiled and unplanned, so there is "
+            "nothing to plan; leave it out here, and give it to remat.compile"
+        )
     if not isinstance(model, torch.nn.Module):
         raise InvalidOption(f"remat.plan takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(args, torch.Tensor):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from remat.options import Options
-from remat.passes.choices import cannot_be_recomputed, constrain
+from remat.passes.choices import cannot_be_recomputed, constrain, is_known
 from remat.solvers.choose import least_peak
 from remat.solvers.errors import BudgetTooSmall
 from remat.solvers.problem import Problem
@@ -26,6 +26,13 @@ class Decided:
         if options.plan is not None:
             return Decided(options.plan.keep, options.plan.recompute)
         return Decided(options.keep, options.recompute)
+
+    def known_in(self, problem: Problem) -> Decided:
+        """Those that mean a module of ``problem``: of several graphs, one may lack some."""
+        return Decided(
+            tuple(pattern for pattern in self.keep if is_known(problem.ops, pattern)),
+            tuple(pattern for pattern in self.recompute if is_known(problem.ops, pattern)),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.keep or self.recompute)

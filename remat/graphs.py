@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
@@ -22,6 +22,9 @@ from remat.solvers.units import format_bytes
 
 if TYPE_CHECKING:
     from remat.session import Session
+
+OUTSIDE: Final = "outside the graph:"
+"""How the note begins that says what code outside a graph adds to its step."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,16 @@ class GraphRunner:
     """
 
     def __init__(
-        self, session: Session, graph: fx.GraphModule, inputs: Sequence[Any], *, several: bool
+        self,
+        session: Session,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        several: bool,
+        elsewhere: bool = False,
     ) -> None:
         self._session = session
+        self._elsewhere = elsewhere  # patterns of modules may mean those of other graphs
         self._graph = graph
         self._least: CompiledGraph | None = None
         self._placed: dict[int, CompiledGraph] = {}  # by the id of the plan, which it keeps alive
@@ -87,6 +97,19 @@ class GraphRunner:
         variant = self._variant(inputs)
         self._plan = variant.plan
         return CompiledGraph(variant.run, variant.plan)
+
+    def remark(self, moving: int, peak: int) -> None:
+        """Note on the plan for ``moving`` bytes that the whole step peaks at ``peak``."""
+        text = (
+            f"{OUTSIDE} code there, a loss say, raises the peak of the whole step to "
+            f"{format_bytes(peak)}"
+        )
+        for index, variant in enumerate(self._variants):
+            plan = variant.plan
+            if variant.moving_bytes == moving and isinstance(plan, Plan):
+                notes = (note for note in plan.notes if not note.startswith(OUTSIDE))
+                noted = dataclasses.replace(plan, notes=(*notes, text))
+                self._variants[index] = dataclasses.replace(variant, plan=noted)
 
     def _latest_run(self) -> Callable[..., Any]:
         if self._variants:
@@ -125,6 +148,8 @@ class GraphRunner:
             memory_budget=None,
             solver="auto",
             every_n_layers=None,
+            keep=(),  # the plan brings those that mean something in this graph
+            recompute=(),
             plan=dataclasses.replace(plan, memory_budget=None),
         )
         return compile_graph(self._graph, inputs, options, self._ledger(inputs)).run
@@ -170,7 +195,7 @@ class GraphRunner:
             self._forwards.append(weakref.ref(node))
 
     def _variant(self, inputs: Sequence[Any]) -> _Variant:
-        moving = self._moving_bytes(inputs)
+        moving = self.moving(inputs)
         for variant in self._variants:
             if variant.moving_bytes == moving:
                 return variant
@@ -183,21 +208,22 @@ class GraphRunner:
                 return self._variants[-1]
         return self._compile(inputs)
 
-    def _moving_bytes(self, inputs: Sequence[Any]) -> int:
-        """Bytes of what comes and goes between calls: gradients, optimizer state."""
-        return moving_bytes(
-            (item for item in inputs if isinstance(item, torch.Tensor)),
-            self._session.options.optimizer,
-        )
+    def moving(self, inputs: Sequence[Any]) -> int:
+        """Bytes of what comes and goes between calls: gradients, optimizer state, and what the
+        caller gives that the graph does not read.
+        """
+        tensors = (item for item in inputs if isinstance(item, torch.Tensor))
+        return moving_bytes(tensors, self._session.options.optimizer) + self._session.given_bytes
 
     def _compile(self, inputs: Sequence[Any]) -> _Variant:
         made = compile_graph(self._graph, inputs, self._session.options, self._ledger(inputs))
-        self._variants.append(_Variant(made.run, self._moving_bytes(inputs), made.plan))
+        self._variants.append(_Variant(made.run, self.moving(inputs), made.plan))
         return self._variants[-1]
 
     def _ledger(self, inputs: Sequence[Any]) -> Ledger:
         device = main_device(item for item in inputs if isinstance(item, torch.Tensor))
-        return Ledger(resident=self._session.resident(inputs, device))
+        resident = self._session.resident(inputs, device)
+        return Ledger(resident=resident, one_of_several=self._elsewhere)
 
 
 def moving_bytes(tensors: Iterable[torch.Tensor], optimizer: Any) -> int:

@@ -140,6 +140,26 @@ def resident_bytes(
     return sum(sizes.values())
 
 
+def given_tensors(inputs: object) -> Iterator[torch.Tensor]:
+    """The dense tensors in the arguments of a call: in containers, mappings and dataclasses. What
+    else a caller may give is passed over.
+    """
+    pending, seen = [inputs], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            if _is_dense(item):
+                yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, Mapping):
+                pending.extend(item.values())
+            elif isinstance(item, (list, tuple, Set)):
+                pending.extend(item)
+            elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+                pending.extend(getattr(item, f.name, None) for f in dataclasses.fields(item))
+
+
 def resident_tensors(resident: object) -> Iterator[torch.Tensor]:
     """Every dense tensor found in ``resident``, gradients and the parts of tensors that are made
     of others (sparse ones, distributed ones) included.

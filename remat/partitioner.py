@@ -56,12 +56,14 @@ class Ledger:
         other_graphs: what other graphs of the step keep alive meanwhile.
         device_exists: whether ops may be run to measure them; ``remat.plan`` runs nothing.
         donates: under inductor, backward may write over what forward saved.
+        one_of_several: a pattern of modules may mean one of another graph.
     """
 
     resident: int = 0
     other_graphs: int = 0
     device_exists: bool = True
     donates: bool = False
+    one_of_several: bool = False
 
     @property
     def total(self) -> int:
@@ -112,6 +114,8 @@ def partition(
     spec = find_device(options.device or device)
     made = _lower(joint, joint_inputs, spec, device, options, ledger, torch_options)
     undecided, own, decided = made.lowered.problem, made.own, Decided.of(options)
+    if ledger.one_of_several:
+        decided = decided.known_in(undecided)
     lowered = dataclasses.replace(made.lowered, problem=decided.constrain(undecided))
     baseline = baseline_schedule(lowered, *own)
     chosen = _choose(lowered, undecided, baseline, options, graph_hash, spec)

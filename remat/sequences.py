@@ -10,64 +10,27 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
 
 from remat.graphs import GraphRunner, moving_bytes
 from remat.joined import Phase, kept_bytes
+from remat.known import Known
 from remat.measurement import resident_tensors
 from remat.options import Options
 from remat.passes.storages import main_device
 from remat.plans import Plan, Unplanned
-from remat.sharing import Recorded, StepPlan, share
+from remat.sharing import Recorded, StepPlan, peak_of_step, share
 from remat.solvers.errors import BudgetTooSmall
 from remat.solvers.units import format_bytes
 from remat.steps import Step
 
 MOST_SEQUENCES: Final = 8
 _MOST_SHARES: Final = 3
+_FEWEST_WATCHES: Final = 2  # of a single graph: in the first step nothing is left of one before
+_MOST_WATCHES: Final = 8
 _SLACK: Final = 0.02  # of the budget: so much less is beside the graphs than thought, share anew
-
-
-@dataclass
-class _Known:
-    """A sequence of calls that was seen to its end.
-
-    Attributes:
-        sequence: the graphs that were called, and the order of forwards and backwards.
-        planned: which calls can be planned.
-        recorded: by the bytes of gradients and optimizer state when it began.
-        shared: the plans, likewise.
-        shares: how often plans were made, likewise.
-        watched: for which of them a step with the latest plans was watched.
-    """
-
-    sequence: tuple[Any, ...]
-    planned: tuple[int, ...]
-    recorded: dict[int, Recorded] = field(default_factory=dict)
-    shared: dict[int, StepPlan] = field(default_factory=dict)
-    shares: Counter[int] = field(default_factory=Counter)
-    watched: set[int] = field(default_factory=set)
-
-    @property
-    def graphs(self) -> tuple[GraphRunner, ...]:
-        graphs: tuple[GraphRunner, ...] = self.sequence[0]
-        return graphs
-
-    def settled(self, moving: int) -> bool:
-        """Whether nothing more has to be watched."""
-        return moving in self.watched
-
-    def covers(self, step: Step) -> bool:
-        """Whether ``step`` is this sequence, or its first calls alone, nested alike.
-
-        Fewer calls wait in it at every moment, so what keeps the budget here keeps it there.
-        """
-        graphs, events = step.sequence
-        inside = tuple(event for event in self.sequence[1] if event[1] < len(graphs))
-        return bool(graphs == self.graphs[: len(graphs)] and events == inside)
 
 
 class Sequences:
@@ -84,9 +47,13 @@ class Sequences:
         self.plan: StepPlan | None = None
         self.step: Step | None = None
         self._finished = 0
-        self._known: list[_Known] = []
-        self._latest: _Known | None = None
-        self._follow: _Known | None = None
+        self._known: list[Known] = []
+        self._lone: dict[GraphRunner, Known] = {}
+        self._watches: Counter[GraphRunner] = Counter()
+        self._given: Sequence[torch.Tensor] = ()
+        self._returned: list[weakref.ref[torch.Tensor]] = []
+        self._latest: Known | None = None
+        self._follow: Known | None = None
         self._following: StepPlan | None = None
         self._changed: str | None = None
         self._gave_up = False
@@ -94,17 +61,24 @@ class Sequences:
         self._device = torch.device("cpu")
 
     @property
+    def finished(self) -> bool:
+        """Whether some step has ended."""
+        return self._finished > 0
+
+    @property
     def waiting(self) -> bool:
         """Whether a call of the step waits for its backward."""
-        return self.step is not None and any(call.waits for call in self.step.calls)
+        return self.step is not None and self.step.waiting
 
-    def enter(self, inputs: Iterable[torch.Tensor]) -> None:
+    def enter(self, inputs: Sequence[torch.Tensor]) -> None:
         """The compiled callable is called: unless calls wait, a step begins."""
+        self._given = inputs
         if not self.waiting:
             self._begin(inputs)
 
     def leave(self, *, failed: bool) -> None:
         """It has returned, or failed: without a call of a graph there is nothing to watch."""
+        self._given = ()
         if self.step is not None and (failed or not self.step.calls):
             self.step.forget()
 
@@ -117,9 +91,7 @@ class Sequences:
         assert step is not None
         at = len(step.calls)
         if at == 0 and not self.several:
-            step.forget()
-            step.inputs = [weakref.ref(tensor) for tensor in tensors]
-            return "alone"
+            return self._choose_lone(step, runner, inputs)
         if not self.several:
             self._discover(step)
         if at == 0:
@@ -129,6 +101,69 @@ class Sequences:
         # What a graph is given and nothing has computed was there when the step began.
         self._see(step, [tensor for tensor in tensors if tensor.is_leaf])
         return self._place(at)
+
+    def returned(self, result: Any) -> None:
+        """A call has returned ``result``, which the caller may keep for longer than the step."""
+        if not self.several:
+            tensors = result if isinstance(result, tuple | list) else (result,)
+            self._returned = [weakref.ref(t) for t in tensors if isinstance(t, torch.Tensor)]
+
+    def _choose_lone(
+        self, step: Step, runner: GraphRunner, inputs: Sequence[Any]
+    ) -> Plan | Literal["alone"] | None:
+        """A graph that is the whole step, as far as one knows, but for code outside it."""
+        tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
+        step.inputs = [weakref.ref(tensor) for tensor in tensors]
+        step.moving = runner.moving(inputs)
+        step.interrupt()  # solving is no part of the step
+        known = self._lone.get(runner)
+        chosen = "alone" if known is None else self._plan_lone(known, runner, step.moving, inputs)
+        if not self._watches_lone(known, runner, step.moving):
+            step.forget()
+        elif step.levels is None:
+            self._record(step, tensors, self._still_there(tensors))
+        else:
+            step.resume()
+            self._see(step, [tensor for tensor in tensors if tensor.is_leaf])
+        return chosen
+
+    def _plan_lone(
+        self, known: Known, runner: GraphRunner, moving: int, inputs: Sequence[Any]
+    ) -> Plan | Literal["alone"] | None:
+        if moving not in known.alone:
+            known.alone[moving] = not known.shared and self._suffices(
+                known, runner, moving, runner.alone(inputs).plan
+            )
+        if known.alone[moving]:
+            return "alone"
+        self._follow, self._following = known, self._shared(known, moving)
+        self.plan = self._following or self.plan
+        return self._place(0)
+
+    @staticmethod
+    def _suffices(known: Known, runner: GraphRunner, moving: int, plan: Plan | Unplanned) -> bool:
+        """Whether a plan made for the graph alone keeps the budget in the whole step."""
+        if isinstance(plan, Unplanned) or plan.memory_budget is None:
+            return True
+        latest = list(known.recorded.values())[-1]
+        peak = peak_of_step(plan, latest.phases)
+        if plan.peak < peak <= plan.memory_budget:
+            runner.remark(moving, peak)
+        return peak <= plan.memory_budget
+
+    def _watches_lone(self, known: Known | None, runner: GraphRunner, moving: int) -> bool:
+        if self._watches[runner] == _MOST_WATCHES:
+            return False
+        if known is not None and self._follow is known:
+            return not known.settled(moving)
+        return known is None or len(known.recorded) == 0 or self._watches[runner] < _FEWEST_WATCHES
+
+    def _still_there(self, inputs: Iterable[torch.Tensor]) -> int:
+        """Bytes that the latest call returned and the caller still holds."""
+        known = {tensor.untyped_storage()._cdata for tensor in (*inputs, *self._given)}
+        alive = [tensor for ref in self._returned if (tensor := ref()) is not None]
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in alive}
+        return sum(size for storage, size in sizes.items() if storage not in known)
 
     def _place(self, at: int) -> Plan | None:
         if self._follow is None or self._following is None or at not in self._follow.planned:
@@ -162,7 +197,8 @@ class Sequences:
             self._remember_leaves(resident_tensors(self.owner))
         self._leaves = {key: ref for key, ref in self._leaves.items() if ref() is not None}
         alive = [leaf for ref in self._leaves.values() if (leaf := ref()) is not None]
-        return moving_bytes(alive, self.options.optimizer)
+        given = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._given}
+        return moving_bytes(alive, self.options.optimizer) + sum(given.values())
 
     def _remember_leaves(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -171,7 +207,8 @@ class Sequences:
 
     def _record(self, step: Step, inputs: Iterable[torch.Tensor], level: int = 0) -> None:
         """Watch ``step`` from here on, ``level`` bytes above where it began."""
-        there = list(resident_tensors((list(inputs), self.owner, self.options.optimizer)))
+        given = (*inputs, *self._given)
+        there = list(resident_tensors((given, self.owner, self.options.optimizer)))
         self._device = main_device(there)
         step.record(self._device, level)
         self._see(step, there)
@@ -207,6 +244,8 @@ class Sequences:
                 )
             )
         step.moving = self._moving(step.given)
+        if step.levels is not None:
+            return
         step.earlier = (Phase("forward", 0, 0),)
         self._record(step, step.given, held + returned)
 
@@ -231,7 +270,7 @@ class Sequences:
         else:
             step.resume()
 
-    def _shared(self, known: _Known, moving: int) -> StepPlan | None:
+    def _shared(self, known: Known, moving: int) -> StepPlan | None:
         """The plans for a sequence; None where they have to wait for a recording of their own."""
         if moving in known.shared:
             return known.shared[moving]
@@ -299,6 +338,8 @@ class Sequences:
             return
         self._finished += 1
         if not self.several:
+            if step.levels is not None:
+                self._learn_lone(step)
             return
         seen = step.phases()
         known = next((k for k in self._known if k.sequence == step.sequence), None)
@@ -327,9 +368,25 @@ class Sequences:
                 "any other runs with the least-peak plans"
             )
             return
-        self._latest = _Known(step.sequence, seen[0])
+        self._latest = Known(step.sequence, seen[0])
         self._known.append(self._latest)
         self._latest.recorded[step.moving] = self._recorded(step, *seen)
+
+    def _learn_lone(self, step: Step) -> None:
+        runner = step.calls[0].graph
+        assert isinstance(runner, GraphRunner)
+        self._watches[runner] += 1
+        seen = step.phases()
+        if seen is None or len(step.calls) > 1:
+            return
+        known = self._lone.setdefault(runner, Known(step.sequence, seen[0]))
+        if known.sequence != step.sequence or known.planned != seen[0]:
+            return
+        if self._follow is known:
+            self._learn(known, step, seen[1])
+        else:
+            known.alone.clear()
+            known.recorded[step.moving] = self._recorded(step, *seen)
 
     def _recorded(
         self, step: Step, planned: tuple[int, ...], phases: tuple[Phase, ...]
@@ -337,7 +394,7 @@ class Sequences:
         plans = tuple(step.calls[call].plan for call in planned)
         return Recorded(plans, phases, step.resident, self._device)
 
-    def _learn(self, known: _Known, step: Step, phases: tuple[Phase, ...]) -> None:
+    def _learn(self, known: Known, step: Step, phases: tuple[Phase, ...]) -> None:
         """A known sequence was watched again."""
         moving, plan = step.moving, self._following
         recorded = known.recorded[moving] = self._recorded(step, known.planned, phases)

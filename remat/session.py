@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from remat.graphs import GraphRunner
-from remat.measurement import resident_bytes
+from remat.measurement import given_tensors, resident_bytes
 from remat.options import Options
+from remat.passes.choices import is_known, unknown_pattern
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
 from remat.sequences import Sequences
@@ -45,13 +46,18 @@ class Session:
         self.given = given
         self.owner = owner
         self.calls = 0
+        self._checked = False
+        self._given: list[torch.Tensor] = []
         self._graphs: list[GraphRunner] = []
         self._sequences = Sequences(options, owner, self.say)
         self._breaks: Counter[str] | None = None
 
     @property
     def step_plan(self) -> StepPlan | None:
-        """How the latest step of several graph calls shares the budget; None if there was none."""
+        """How the latest step that was planned as a whole shares the budget; None if none was: it
+        is where there are several graph calls, or where code outside a single graph (a loss) takes
+        more than its own plan leaves.
+        """
         return self._sequences.plan
 
     @property
@@ -69,9 +75,12 @@ class Session:
                     f"an input has a dynamic size ({item}); this version plans static sizes: "
                     "compile with dynamic=False, so that every size gets its own plan"
                 )
-        several = self._has_budget and _trains(example_inputs) and self._is_one_of_several(graph)
+        broken = self._is_broken(graph)
+        several = self._has_budget and _trains(example_inputs) and self._is_one_of_several(broken)
+        # Blocks compiled with one options object are graphs of one step; the first comes alone.
+        elsewhere = several or broken or (self.given is not None and self._has_budget)
         with self._unwatched():
-            runner = GraphRunner(self, graph, example_inputs, several=several)
+            runner = GraphRunner(self, graph, example_inputs, several=several, elsewhere=elsewhere)
         self._graphs.append(runner)
         return runner
 
@@ -79,32 +88,56 @@ class Session:
     def _has_budget(self) -> bool:
         return self.options.memory_budget is not None and self.options.plan is None
 
-    def _is_one_of_several(self, graph: fx.GraphModule) -> bool:
-        """Whether it cannot be the whole step.
+    def _is_broken(self, graph: fx.GraphModule) -> bool:
+        """Whether it ends before its function does.
 
         A break inside a loop, or under a backward hook, leaves graphs that say nothing of it.
         """
-        broken = dynamo.break_reason(graph) is not None
         hidden = self._breaks is not None and dynamo.graph_breaks() - self._breaks
-        self._sequences.several |= broken or bool(hidden)
+        return dynamo.break_reason(graph) is not None or bool(hidden)
+
+    def _is_one_of_several(self, broken: bool) -> bool:
+        """Whether it cannot be the whole step."""
+        self._sequences.several |= broken
         return self._sequences.several or self._sequences.waiting
 
     @contextlib.contextmanager
     def entered(self, inputs: Any) -> Iterator[None]:
         """Around a call of the compiled callable with ``inputs``."""
-        if not (self._has_budget and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             yield
             return
+        self._given = list(given_tensors(inputs))
+        watched = self._has_budget
         self._breaks = dynamo.graph_breaks()
-        leaves = torch.utils._pytree.tree_leaves(inputs)
-        self._sequences.enter([item for item in leaves if isinstance(item, torch.Tensor)])
+        if watched:
+            self._sequences.enter(self._given)
         returned = False
         try:
             yield
+            self._check_patterns()
             returned = True
         finally:
-            self._breaks = None
-            self._sequences.leave(failed=not returned)
+            self._breaks, self._given = None, []
+            if watched:
+                self._sequences.leave(failed=not returned)
+
+    def _check_patterns(self) -> None:
+        """Refuse a pattern that means no module of any graph, once all of a step have come."""
+        if self._checked or not (self.options.keep or self.options.recompute):
+            return
+        plans = [plan for plan in self.plans if isinstance(plan, Plan)]
+        ops = [op for plan in plans for op in plan.problem.ops]
+        for option in ("keep", "recompute"):
+            for pattern in getattr(self.options, option):
+                if plans and not is_known(ops, pattern):
+                    raise unknown_pattern(ops, option, pattern, "any graph of this step")
+        self._checked = bool(plans)
+
+    def close(self) -> None:
+        """Nobody calls the callable any more: what it watches is watched no longer."""
+        if self._sequences.step is not None:
+            self._sequences.step.forget()
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
@@ -122,6 +155,8 @@ class Session:
         if isinstance(runner.plan, Unplanned) or not self._has_budget or not grad:
             return self._run_alone(runner, inputs)
         chosen = self._sequences.choose(runner, inputs)
+        if self._sequences.finished:
+            self._check_patterns()
         with self._unwatched():
             if chosen == "alone":
                 made = runner.alone(inputs)
@@ -133,6 +168,7 @@ class Session:
         call = step.enter(runner, made.plan)
         result = made.run(*inputs)
         step.leave(call, result)
+        self._sequences.returned(result)
         return result
 
     def _run_alone(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
@@ -153,9 +189,15 @@ class Session:
             raise CaptureError(str(unplanned))
         warnings.warn(str(unplanned), UnplannedWarning, stacklevel=3)
 
+    @property
+    def given_bytes(self) -> int:
+        """What the caller gives to the call that runs, as far as it is known, read or not."""
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._given}
+        return sum(sizes.values())
+
     def resident(self, inputs: Sequence[Any], device: torch.device) -> int:
         """Bytes at entry: parameters, buffers, inputs, gradients, optimizer state if declared."""
-        return resident_bytes((inputs, self.owner, self.options.optimizer), device)
+        return resident_bytes((inputs, self._given, self.owner, self.options.optimizer), device)
 
 
 def not_one_graph(broken: dynamo.Break) -> CaptureError:
@@ -163,7 +205,8 @@ def not_one_graph(broken: dynamo.Break) -> CaptureError:
     return CaptureError(
         f"the model was captured as more than one graph: {broken.line} breaks it "
         f"({broken.reason}). Without running the step only one graph can be planned: use "
-        "remat.compile, which shares the budget over several, or remove what breaks the graph (a "
+        "remat.compile, which shares the budget over several, and read .step_plan after the second "
+        "step; or remove what breaks the graph (a "
         "Hugging Face model: call it without labels= and compute the loss from its logits)"
     )
 

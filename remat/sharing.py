@@ -55,7 +55,9 @@ class Recorded:
 
 @dataclass(frozen=True, repr=False)
 class StepPlan:
-    """How the graphs of one step share a memory budget. Sizes in bytes, times in seconds.
+    """How the graphs of one step, and the code outside them, share a memory budget.
+
+    Sizes in bytes, times in seconds.
 
     Attributes:
         memory_budget: of the whole step.
@@ -113,7 +115,7 @@ class StepPlan:
         least = "" if self.least_peak is None else f", least {format_bytes(self.least_peak)}"
         seconds = format_seconds(self.solution.solve_time)
         lines = [
-            f"step       {len(self.plans)} graph calls",
+            f"step       {len(self.plans)} graph call{'s' * (len(self.plans) > 1)}",
             f"budget     {format_bytes(self.memory_budget)}",
             f"peak       {format_bytes(self.peak)} (without remat "
             f"{format_bytes(self.baseline_peak)}{least})",
@@ -178,6 +180,17 @@ class StepPlan:
         return simulate(joined.problem, schedule).peak
 
 
+def peak_of_step(plan: Plan, phases: Sequence[Phase]) -> int:
+    """The peak of a step that calls one graph with ``plan``, the code outside the graph included.
+
+    Args:
+        phases: of the step, as it ran with whatever plan.
+    """
+    joined = join([replace(plan.problem, fixed_bytes=0)], phases, plan.problem.fixed_bytes)
+    peak = simulate(joined.problem, joined.schedule([plan.solution.schedule])).peak
+    return peak + plan.peak - plan.predicted  # what the generated code was seen to take more
+
+
 def share(
     recorded: Recorded, resident: int, options: Options, starts: Sequence[StepPlan] = ()
 ) -> StepPlan:
@@ -209,7 +222,7 @@ def share(
     if timeline.peak <= budget and options.solver == "auto" and not decided:
         solution = _untouched(problem, baseline, budget)
     else:
-        solution = _solve(problem, known, options, budget)
+        solution = _solve(joined, known, options, budget)
     remembered = known_plans(problem)
     remembered.remember(solution.schedule)
     least = remembered.least
@@ -248,7 +261,8 @@ def _least(problem: Problem, starts: Sequence[Schedule], options: Options) -> in
     return simulate(problem, known.least).peak
 
 
-def _solve(problem: Problem, starts: Sequence[Schedule], options: Options, budget: int) -> Solution:
+def _solve(joined: Joined, starts: Sequence[Schedule], options: Options, budget: int) -> Solution:
+    problem, calls = joined.problem, joined.calls
     known = known_plans(problem)
     solution = solve(
         problem,
@@ -272,8 +286,9 @@ def _solve(problem: Problem, starts: Sequence[Schedule], options: Options, budge
             peak_lower_bound=solution.peak_lower_bound,
         )
     error = budget_too_small(problem, solution, budget)
+    together = "several graphs together" if len(calls) > 1 else "with the code outside the graph"
     raise BudgetTooSmall(
-        f"Over the whole step, several graphs together: {error}",
+        f"Over the whole step, {together}: {error}",
         memory_budget=budget,
         least_peak=error.least_peak,
         peak_lower_bound=error.peak_lower_bound,
@@ -333,7 +348,8 @@ def _plans(
                     solve_time=solution.solve_time,
                 ),
                 least_peak=None,
-                replayed_peak=None,
+                # Alone, a plan holds what it returns until backward ends; the caller may drop it.
+                replayed_peak=peak if own > peak else None,
                 notes=(
                     *(note for note in plan.notes if not note.startswith(PLACE)),
                     _note(joined, solution, call),

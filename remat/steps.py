@@ -37,9 +37,19 @@ class Call:
     backwards: int = 0
     _node: weakref.ref[Any] | None = None
 
-    def watch(self, node: object, begins: Callable[[Call, Sequence[Any]], None]) -> None:
-        """Remember the autograd node of the call, and have ``begins`` called before it runs."""
-        self._node = weakref.ref(node)
+    def watch(
+        self,
+        node: object,
+        begins: Callable[[Call, Sequence[Any]], None],
+        dropped: Callable[[], None],
+    ) -> None:
+        """Remember the autograd node of the call.
+
+        Args:
+            begins: called before the node runs.
+            dropped: called when nobody can run it any more.
+        """
+        self._node = weakref.ref(node, lambda _: dropped())
         autograd.before_backward(node, lambda gradients: begins(self, gradients))
 
     @property
@@ -87,6 +97,7 @@ class Step:
         resident_before: bytes that were there for sure.
         inputs: of the first call, where nothing is recorded.
         ended: all calls had had their backward when a backward ended.
+        in_backward: a backward runs that has reached a call, and did not end yet.
     """
 
     moving: int
@@ -99,6 +110,12 @@ class Step:
     resident_before: int = 0
     inputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     ended: bool = False
+    in_backward: bool = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a call waits for its backward."""
+        return any(call.waits for call in self.calls)
 
     @property
     def given(self) -> list[torch.Tensor]:
@@ -159,7 +176,7 @@ class Step:
         event = self.events[-1]
         self.events[-1] = Event("forward", event.call, event.begin, self.mark())
         if node is not None:
-            call.watch(node, self._backward)
+            call.watch(node, self._backward, self._dropped)
 
     def _backward(self, call: Call, gradients: Sequence[Any]) -> None:
         call.backwards += 1
@@ -170,18 +187,33 @@ class Step:
             if isinstance(t, torch.Tensor)
         }
         self.events.append(Event("backward", index, self.mark(), gradients=sum(sizes.values())))
-        if self.levels is not None and self.levels.running:
+        if self.levels is not None and self.levels.running and not self.in_backward:
+            self.in_backward = True
             autograd.at_end_of_backward(self._backward_ended)
+            autograd.when_backward_returns(self._backward_returned)
 
     def _backward_ended(self) -> None:
+        self.in_backward = False
         if self.levels is None or not self.levels.running or self.ended:
             return
         if not any(call.waits and call.backwards == 0 for call in self.calls):
             self.ended = True
             self.levels.mark()
-            # The recording must not last until the next call: a profiler of the user's could not
-            # start meanwhile.
-            autograd.when_backward_returns(self.levels.stop)
+
+    # The recording must not outlast the step: a profiler of the user's could not start.
+
+    def _backward_returned(self) -> None:
+        """It has ended, or an error has ended it."""
+        if autograd.runs_backward():
+            autograd.when_backward_returns(self._backward_returned)
+        elif self.in_backward or self.ended:
+            failed, self.in_backward = self.in_backward, False
+            self.forget() if failed else self.interrupt()
+
+    def _dropped(self) -> None:
+        """Nobody can run the backward of a call any more."""
+        if not (self.waiting or self.in_backward or autograd.runs_backward()):
+            self.interrupt()
 
     def phases(self) -> tuple[tuple[int, ...], tuple[Phase, ...]] | None:
         """(calls that can be planned, phases), or None if the step was not watched to its end.
@@ -192,6 +224,8 @@ class Step:
         if self.levels is None:
             return None
         self.levels.stop()
+        if self.levels.lost:
+            return None
         skip = sum(phase.kind != "eager" for phase in self.earlier)
         planned = self._planned()
         if not planned or any(not event.seen for event in self.events[skip:]):

@@ -52,8 +52,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def runs_backward() -> bool:
+    """Whether a backward runs on this thread."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def when_backward_returns(callback: Callable[[], None]) -> None:
-    """Inside a backward: have ``callback`` called once it has returned to its caller.
+    """Inside a backward: have ``callback`` called once it has returned to its caller, or failed.
+
+    A backward inside another one ends the watch early: ask :func:`runs_backward`.
 
     Inside, the engine restores the state of the thread, an ended profiler included. Its caller
     stashes a context for the time being, whose end is what is watched; where a torch does not, the

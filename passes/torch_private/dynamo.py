@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,19 @@ def outside_compilation() -> Iterator[None]:
     # Without a shape environment every size is static.
     with tracing(TracingContext(FakeTensorMode())):
         yield
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` runs as it is where a compiler meets it; what is compiled inside stays so."""
+    decorated: Callable[..., Any] = torch._dynamo.disable(function)
+    return decorated
+
+
+def is_compiled(model: object) -> bool:
+    """Whether torch has compiled it: by ``torch.compile``, or in place by its own ``compile``."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        return True
+    return isinstance(model, torch.nn.Module) and model._compiled_call_impl is not None
 
 
 def fake_mode() -> FakeTensorMode:

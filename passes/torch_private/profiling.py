@@ -10,7 +10,8 @@ a test holds them equal.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+import threading
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch._C._autograd import (
     _disable_profiler_legacy,
@@ -21,6 +22,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.autograd.profiler import record_function
 
 _MARK: Final = "remat."
+_THREAD: Final = threading.local()  # owner: whose recording runs on the thread, if it gives way
 
 
 class MemoryEvent(NamedTuple):
@@ -49,11 +51,30 @@ def is_profiling() -> bool:
     return bool(_profiler_enabled())
 
 
-def start_memory_events() -> None:
+class Yielding(Protocol):
+    """A recording that lasts from call to call, and gives way to whoever else wants to watch."""
+
+    lost: bool
+
+    def make_way(self) -> None:
+        """End it, on the thread it runs on."""
+
+
+def yielding() -> Yielding | None:
+    """The recording that runs on the current thread, if it gives way."""
+    owner: Yielding | None = getattr(_THREAD, "owner", None)
+    return owner
+
+
+def start_memory_events(owner: Yielding | None = None) -> None:
     """Begin to record what the current thread allocates and frees on the CPU.
 
     Threads of autograd and of ``at::parallel_for`` that work for this thread are included.
+
+    Args:
+        owner: gives way to whoever else wants to watch this thread; None: nobody does.
     """
+    _THREAD.owner = owner
     shapes, memory, stack, flops, modules = False, True, False, False, False
     _enable_profiler_legacy(
         ProfilerConfig(
@@ -68,7 +89,8 @@ def stop_memory_events() -> list[MemoryEvent]:
 
 
 def stop_events() -> list[MemoryEvent | Mark]:
-    """End the recording; its events and marks in the order they happened."""
+    """End the recording of the current thread; its events and marks in the order they happened."""
+    _THREAD.owner = None
     recorded: Any = _disable_profiler_legacy()  # torch's stub describes the other profiler's events
     threads = [
         [read for event in thread if (read := _read(event)) is not None] for thread in recorded
