@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import Unsupported as Unsupported
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, preserve_rng_state
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -58,13 +59,21 @@ def graph_breaks() -> Counter[str]:
 
 @contextlib.contextmanager
 def outside_compilation() -> Iterator[None]:
-    """A tracing context of its own for AOTAutograd when Dynamo is not compiling."""
+    """A tracing context of its own for AOTAutograd when Dynamo is not compiling.
+
+    The random states are kept, as Dynamo keeps them: a graph that is compiled again in the middle
+    of a step must draw what it would have drawn.
+    """
     if TracingContext.try_get() is not None:
         yield
         return
+    drawn = random.getstate()
     # Without a shape environment every size is static.
-    with tracing(TracingContext(FakeTensorMode())):
-        yield
+    with preserve_rng_state(), tracing(TracingContext(FakeTensorMode())):
+        try:
+            yield
+        finally:
+            random.setstate(drawn)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
