@@ -84,7 +84,9 @@ class _Emitter:
                 raise RematError(f"the eager executor cannot emit a {step.kind!r} step yet")
 
     def _compute(self, index: int) -> None:
-        what, self.reader = self.lowered.ops[index], index
+        what = self.lowered.ops[index]
+        # Another one for each time an op runs: see _view.
+        self.reader += 1
         if what.kind == "node":
             assert what.node is not None
             self._emit(what.node, index)
