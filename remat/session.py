@@ -135,7 +135,7 @@ class Session:
         self._checked = bool(plans)
 
     def close(self) -> None:
-        """Nobody calls the callable any more: what it watches is watched no longer."""
+        """What is watched is watched no longer: a call has failed, or nobody can call any more."""
         if self._sequences.step is not None:
             self._sequences.step.forget()
 
@@ -154,6 +154,16 @@ class Session:
         grad = torch.is_grad_enabled()
         if isinstance(runner.plan, Unplanned) or not self._has_budget or not grad:
             return self._run_alone(runner, inputs)
+        returned = False
+        try:
+            result = self._run_in_step(runner, inputs)
+            returned = True
+        finally:
+            if not returned:
+                self.close()
+        return result
+
+    def _run_in_step(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
         chosen = self._sequences.choose(runner, inputs)
         if self._sequences.finished:
             self._check_patterns()

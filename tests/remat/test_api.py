@@ -209,3 +209,8 @@ def test_a_step_can_be_planned_for_a_device_that_is_not_here(x: torch.Tensor) ->
     assert all(v.bytes % 512 == 0 for v in plan.problem.values if v not in states)
     assert any("planned for h100" in note for note in plan.notes)
     assert any("workspace not measured" in note for note in plan.notes)
+
+
+def test_a_plan_for_double_backward_is_refused(x: torch.Tensor) -> None:
+    with pytest.raises(InvalidOption, match=r"double_backward=True runs a graph .* uncompiled"):
+        remat.plan(Net(), (x,), loss=mean_square, double_backward=True)
