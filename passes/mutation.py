@@ -39,6 +39,20 @@ def pin_mutated_reads(joint: JointGraph) -> JointGraph:
     return JointGraph.make(joint.module, joint.num_forward_outputs)
 
 
+def reads_overwritten(joint: JointGraph, backward: fx.GraphModule) -> bool:
+    """Whether a backward graph of torch's is given memory that forward has written into by then.
+
+    torch's min-cut partition computes a forward reader of a mutated primal again in backward, from
+    the new content: a wrong gradient, and no error.
+    """
+    if not joint.mutated_primals:
+        return False
+    storages = Storages.of(joint)
+    written = {storage for primal in joint.mutated_primals for storage in storages.created[primal]}
+    given = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
+    return any(node.name in given and written & set(storages.held[node]) for node in joint.nodes)
+
+
 def _is_read_late(joint: JointGraph, storages: Storages, node: fx.Node) -> bool:
     """Whether the node is, or is a view that feeds, something that runs after forward."""
     if node.op == "output":

@@ -26,7 +26,7 @@ from remat.passes.apart import hold_products
 from remat.passes.baseline import baseline_schedule
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered
-from remat.passes.mutation import pin_mutated_reads
+from remat.passes.mutation import pin_mutated_reads, reads_overwritten
 from remat.passes.regions import inline_regions
 from remat.passes.split import split
 from remat.passes.storages import main_device, tensors_of
@@ -91,7 +91,8 @@ def partition(
 ) -> Partition:
     """Plan a joint graph within ``options.memory_budget`` and split it accordingly.
 
-    Where the baseline meets the budget, torch's own two graphs are handed over untouched.
+    Where the baseline meets the budget, torch's own two graphs are handed over untouched, unless
+    their backward reads an input that forward has overwritten by then.
 
     Args:
         module: the joint graph, as AOTAutograd hands it to a ``partition_fn``.
@@ -133,7 +134,8 @@ def partition(
         notes=(*_notes(made, regions, spec, device), *decided.notes(undecided)),
         **dataclasses.asdict(decided),
     )
-    if chosen.solution.schedule == baseline and not decided:
+    wrong = reads_overwritten(joint, own[1])
+    if chosen.solution.schedule == baseline and not decided and not wrong:
         return Partition(*own, plan)
     forward, backward = split(lowered, chosen.solution.schedule)
     verify_split(lowered, chosen.solution.schedule, forward, backward)
