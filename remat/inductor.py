@@ -181,13 +181,19 @@ class _Compiler:
             partition=split,
             key=f"{self.key} {salt}",
             inductor_options={
-                **({} if self.untouched else inductor.FREE_EARLY),
+                **self._own_options(),
                 **(self.options.inductor or {}),
             },
             donate=self.untouched,
             hold_apart=not self.untouched,
         )
         return made, plans[0] if plans else None
+
+    def _own_options(self) -> dict[str, Any]:
+        if self.untouched:
+            return {}
+        as_planned = inductor.AS_PLANNED if self.device.type == "cpu" else {}
+        return {**inductor.FREE_EARLY, **as_planned}
 
     def _replayed(self, made: inductor.InductorGraph, plan: Plan) -> Plan:
         assert made.forward is not None

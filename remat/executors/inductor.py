@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
+AS_PLANNED: Final[dict[str, Any]] = {"layout_optimization": False}
+"""Options under which a planned graph on a CPU stores what the plan says, and no more.
+
+Inductor runs convolutions channels last there, and hands its copies of weights and images to
+backward in place of the originals: 4.4 MiB beside the 14.0 that the plan of a small ResNet keeps.
+Without, the replayed peak was 15.89 MiB for a plan of 15.89; with, 19.61.
+"""
+
 FREE_EARLY: Final[dict[str, Any]] = {"allow_buffer_reuse": False}
 """Options under which a planned graph holds nothing that nobody reads.
 
