@@ -187,8 +187,23 @@ class CompiledModule(Compiled, nn.Module):
         return item in self._remat_model
 
 
+_HOOKS: Final = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+    "register_backward_hook",
+)
+
+
 def _delegated(name: str) -> Callable[..., Any]:
     def method(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+        if name in _HOOKS and self._remat_session.calls:
+            raise RematError(
+                f"{name} after the first call: torch compiles the hooks it finds then, and would "
+                "never call this one; register it before, or on the model itself, followed by "
+                "torch._dynamo.reset()"
+            )
         result = getattr(self._remat_model, name)(*args, **kwargs)
         return self if result is self._remat_model else result
 

@@ -183,6 +183,12 @@ def test_hooks_of_the_whole_fire_once(net: Net, x: Tensor) -> None:
     step(x).backward()
     assert seen == ["before", "after"]
     handle.remove()
+    with pytest.raises(RematError, match="register it before, or on the model itself"):
+        step.register_forward_hook(lambda *_: seen.append("late"))
+    net.register_forward_hook(lambda *_: seen.append("late"))
+    torch._dynamo.reset()
+    step(x).backward()
+    assert seen[2:] == ["before", "late"]
 
 
 def test_states_are_saved_and_loaded(net: Net, x: Tensor, tmp_path: Path) -> None:
