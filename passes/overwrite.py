@@ -4,7 +4,7 @@ The ops of a kernel stand one after the other in a problem, but their results ar
 the first runs, and their inputs are freed after the last. So the first op of a kernel has the later
 results as workspace.
 
-Where the element written is the element read, the sizes agree and nobody reads the input afterwards,
+Where the element written is the element read, the sizes agree and nobody reads the input later,
 the two are one allocation. Such an op has a negative workspace: the input and the result are alive
 together, and count once.
 
