@@ -13,17 +13,26 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.models.steps import same_bits
 
-EXECUTORS: Final = ("eager",)
-"""Executors the tests of this folder run under; each test names its executor."""
+EXECUTORS: Final = ("eager", pytest.param("inductor", marks=pytest.mark.matrix))
+"""Executors the tests of this folder run under; each test names its executor.
+
+Inductor's compilations take seconds to a minute each: the grid of them is asked for.
+"""
+
+CANCELLED: Final = 100.0
+"""Times :func:`rounded`'s ulps that stock inductor may be off where gradients cancel."""
 
 Outcome = dict[str, Any]
 _ERRORS: Final = 2.0  # times the error of stock inductor
 _ULPS: Final = 4.0  # of the norm, where stock inductor happens to be exact
+# Ulps of the norm that other kernels' rounding may add up to in a loop: single, half precision.
+_ROUNDED: Final = 512.0, 8.0
 
 
 def seed_everything(seed: int = 7) -> None:
@@ -91,6 +100,53 @@ def inexact(found: Any, stock: Any, exact: Any | None = None, *, at: str = "") -
             parts[1][key], item, exact_parts.get(key), at=f"{at}/{key}" if at else str(key)
         )
     ]
+
+
+def rounded(
+    wanted: Any, found: Any, *, zero_is_none: bool = False, times: float = 1.0
+) -> list[str]:
+    """Where two outcomes differ by more than the rounding of a few steps.
+
+    A wrong gradient (a mask drawn again, a buffer read after it was written) is off by thousands of
+    times as much.
+
+    Args:
+        times: allow so many times as much, for gradients that are small differences of large sums.
+    """
+    return [
+        name
+        for name in differences(wanted, found, zero_is_none=zero_is_none)
+        if not _is_rounding(_at(wanted, name), _at(found, name), times)
+    ]
+
+
+def _at(outcome: Any, name: str) -> Any:
+    """The part of an outcome that :func:`differences` calls by this name."""
+    if isinstance(outcome, Mapping):
+        for key, item in outcome.items():
+            if name == str(key):
+                return item
+            if name.startswith(f"{key}/"):
+                return _at(item, name.removeprefix(f"{key}/"))
+        return None
+    parts = _parts(outcome)
+    return outcome if parts is None else _at(parts, name)
+
+
+def _is_rounding(wanted: Any, found: Any, times: float) -> bool:
+    if isinstance(wanted, float) and isinstance(found, float):
+        wanted, found = torch.tensor(wanted), torch.tensor(found)
+    if not (isinstance(wanted, Tensor) and isinstance(found, Tensor)):
+        return False
+    if wanted.dtype != found.dtype or wanted.shape != found.shape:
+        return False
+    if not wanted.is_floating_point():
+        return torch.equal(wanted, found)
+    eps = torch.finfo(wanted.dtype).eps
+    ulps = _ROUNDED[0 if eps < 1e-5 else 1]
+    allowed = times * ulps * eps * max(float(wanted.double().norm()), 1e-2)
+    same_nan = torch.equal(wanted.isnan(), found.isnan())
+    return same_nan and float((wanted.double() - found.double()).nan_to_num().norm()) <= allowed
 
 
 def _near(found: Tensor, stock: Tensor, exact: Tensor | None) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,9 @@ import torch
 _ROOT = str(Path(__file__).parents[2])
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
+
+# What inductor generates stays out of the user's cache.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="remat-inductor-"))
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +28,12 @@ def _one_thread_and_a_fresh_compiler() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What torch itself warns of while inductor compiles."""
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if parameters.get("executor") == "inductor":
+            for kind in ("DeprecationWarning", "FutureWarning", "UserWarning:torch._inductor"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}"))

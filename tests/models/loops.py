@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 import remat
-from tests.models.compare import Outcome, differences, left_behind, seed_everything
+from tests.models.compare import (
+    CANCELLED,
+    Outcome,
+    differences,
+    left_behind,
+    rounded,
+    seed_everything,
+)
 
 Run = Callable[..., Any]
 Body = Callable[[nn.Module, Run, Outcome], None]
@@ -82,6 +89,8 @@ def check(
         stock: hold it to torch's own compiled graphs instead, where those already differ from the
             plain model (say, by the order in which gradients are added up).
     """
+    if executor == "inductor":
+        return check_inductor(build, body, zero_is_none=zero_is_none, **options)
     if stock:
         wanted = trained_by_stock(build, body)
     else:
@@ -89,3 +98,46 @@ def check(
     found, run = trained(build, body, lambda model: planned(model, executor, **options))
     assert differences(wanted, found, zero_is_none=zero_is_none) == []
     return run
+
+
+def check_inductor(
+    build: Callable[[], nn.Module], body: Body, *, zero_is_none: bool = False, **options: Any
+) -> Any:
+    """The same with inductor's kernels: held to the plain model, or else to stock inductor.
+
+    To stock inductor where the loop draws random numbers, which are not the plain model's, and
+    where its kernels too are off by more than a few roundings.
+    """
+    wanted, _ = trained(build, body, lambda model: model)
+    found, run = trained(build, body, lambda model: planned(model, "inductor", **options))
+    wrong = rounded(wanted, found, zero_is_none=zero_is_none)
+    if wrong:
+        stock = trained_by_inductor(build, body)
+        if not draws(build, body):
+            assert rounded(wanted, stock, zero_is_none=zero_is_none, times=CANCELLED) == [], wrong
+        assert rounded(stock, found) == []
+    return run
+
+
+def draws(build: Callable[[], nn.Module], body: Body) -> bool:
+    """Whether the plain model's loop leaves another state of the generator than it found."""
+    left, _ = trained(build, body, lambda model: model)
+    seed_everything()
+    return not torch.equal(left["rng"], torch.get_rng_state())
+
+
+def trained_by_inductor(
+    build: Callable[[], nn.Module], body: Body, then: Run | None = None
+) -> Outcome:
+    """The loop under stock inductor, without the donated buffers that forbid retain_graph.
+
+    Args:
+        then: a function of what the model returns, compiled with it.
+    """
+
+    def prepare(model: nn.Module) -> Run:
+        whole = model if then is None else lambda x: then(model(x))
+        return torch.compile(whole, dynamic=False)
+
+    with functorch_config.patch(donated_buffer=False):
+        return trained(build, body, prepare)[0]

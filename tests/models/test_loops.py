@@ -87,9 +87,7 @@ def test_double_backward_is_refused_in_words(executor: str) -> None:
     with pytest.raises(RematError, match="double_backward=True"):
         penalty(model, run, {})
     x = batch(1).requires_grad_()
-    (first,) = torch.autograd.grad(
-        run(x).sum(), x, create_graph=True
-    )  # and no further
+    (first,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)  # and no further
     assert first.requires_grad
     run(x).sum().backward()
 

@@ -14,6 +14,7 @@ import remat
 from remat.solvers.errors import CaptureError
 from tests.models import beyond
 from tests.models.beyond import BATCH, WIDTH, Block, Layer, Sandwich, Wrapped
+from tests.models.compare import rounded
 from tests.models.steps import same_bits
 
 # What Dynamo itself does to autograd functions, and to inputs that are not leaves.
@@ -57,6 +58,14 @@ PLANNED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autocast": (lambda: Layer(beyond.half_precision), ""),
 }
 
+# What inductor draws is not what the plain model draws.
+DRAWING = (
+    "random custom op",
+    "cond with dropout",
+    "regions with dropout",
+    "checkpoint with dropout",
+)
+
 # What Dynamo breaks the graph at: several graphs are planned or refused, never run past the budget.
 BREAKING: dict[str, Callable[[Any], Any]] = {
     "disabled": beyond.disabled,
@@ -64,12 +73,14 @@ BREAKING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def outcome(middle: Callable[[], nn.Module], plan: bool) -> tuple[dict[str, Any], Any]:
+def outcome(
+    middle: Callable[[], nn.Module], plan: bool, executor: str = "eager"
+) -> tuple[dict[str, Any], Any]:
     """What one step leaves behind, and its plan."""
     torch.manual_seed(3)
     model, x = Sandwich(middle()), torch.randn(BATCH, WIDTH)
     options: dict[str, Any] = {
-        "executor": "eager",
+        "executor": executor,
         "time_limit": 0.3,
         "on_unplanned": "ignore",
     }
@@ -97,6 +108,17 @@ def test_the_least_peak_gives_the_plain_numbers_and_says_what_is_kept(name: str)
     assert ("is kept:" in notes) == ("kept" in note or "not an operator" in note)
     computes = plan.solution.schedule.computes
     assert len(set(computes)) < len(computes)  # there was something to recompute
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("executor", ["inductor"])
+@pytest.mark.parametrize("name", [name for name in PLANNED if name not in DRAWING])
+def test_the_least_peak_under_inductor_gives_the_plain_numbers(name: str, executor: str) -> None:
+    middle, _ = PLANNED[name]
+    plain, _ = outcome(middle, plan=False)
+    torch._dynamo.reset()
+    planned, _ = outcome(middle, plan=True, executor=executor)
+    assert rounded(plain, planned) == []
 
 
 @pytest.mark.parametrize("name", BREAKING)
