@@ -142,6 +142,7 @@ def _is_rounding(wanted: Any, found: Any, times: float) -> bool:
         return False
     if not wanted.is_floating_point():
         return torch.equal(wanted, found)
+    wanted, found = wanted.detach(), found.detach()
     eps = torch.finfo(wanted.dtype).eps
     ulps = _ROUNDED[0 if eps < 1e-5 else 1]
     allowed = times * ulps * eps * max(float(wanted.double().norm()), 1e-2)
