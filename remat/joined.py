@@ -229,8 +229,7 @@ class _Builder:
         held = [
             self.value_of[call, v]
             for v, value in enumerate(problem.values)
-            if (value.output == "backward" and not value.owned)
-            or (value.tangent and v not in read)
+            if (value.output == "backward" and not value.owned) or (value.tangent and v not in read)
         ]
         self._between(at, Op(f"{at}: end", "backward", (beside, *held), ()))
 

@@ -5,8 +5,7 @@ value twice, early and late, that makes both early and holds the second until it
 that only share an input are fused if no library call lies between them. A sum that is added to
 another one much later (the gradient of a weight that is used twice) would be fused with the
 addition and hold what it sums up until then; so what reads a value is fused with what makes it if
-it waits for no library call that comes after. Nor is a reader moved forward over a library call,
-which holds its result the longer, unless it only sums up.
+it waits for no library call that comes after.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class _HeldApart:
         usual: Any = super()
         return bool(usual.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
-
     @classmethod
     def can_fuse_vertical(
         cls, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
@@ -53,10 +51,6 @@ class _HeldApart:
         waits = _waits_for(scheduler)
         place = max(node1.min_order, *(waits[node.get_name()] for node in node1.get_nodes()))
         if any(waits[node.get_name()] > place for node in node2.get_nodes()):
-            return False
-        calls = _library_calls(scheduler)
-        is_later = _segments(calls, node1)[1] < _segments(calls, node2)[0]
-        if is_later and not all(node.is_reduction() for node in node2.get_nodes()):
             return False
         usual: Any = super()
         return bool(usual.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
