@@ -138,7 +138,7 @@ class CompiledModule(Compiled, nn.Module):
     """
 
     @property
-    def forward(self) -> Callable[..., Any]:
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """The compiled call, with the signature of the model's ``forward``."""
         return functools.wraps(self._remat_model.forward)(partial(type(self).__call__, self))
 
