@@ -17,8 +17,14 @@ from torch._C._autograd import (
     _disable_profiler_legacy,
     _enable_profiler_legacy,
     _profiler_enabled,
+    _profiler_type,
 )
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._C._profiler import (
+    ActiveProfilerType,
+    ProfilerConfig,
+    ProfilerState,
+    _ExperimentalConfig,
+)
 from torch.autograd.profiler import record_function
 
 _MARK: Final = "remat."
@@ -48,7 +54,15 @@ def mark(name: str) -> None:
 
 def is_profiling() -> bool:
     """A profiler, ours or another, watches the current thread."""
+    _end_remnant()
     return bool(_profiler_enabled())
+
+
+def _end_remnant() -> None:
+    """End a recording of ours that was ended inside a backward, where the engine restores it."""
+    running = getattr(_THREAD, "running", False)
+    if not running and _profiler_enabled() and _profiler_type() == ActiveProfilerType.LEGACY:
+        _disable_profiler_legacy()
 
 
 class Yielding(Protocol):
@@ -74,7 +88,7 @@ def start_memory_events(owner: Yielding | None = None) -> None:
     Args:
         owner: gives way to whoever else wants to watch this thread; None: nobody does.
     """
-    _THREAD.owner = owner
+    _THREAD.owner, _THREAD.running = owner, True
     shapes, memory, stack, flops, modules = False, True, False, False, False
     _enable_profiler_legacy(
         ProfilerConfig(
@@ -90,7 +104,7 @@ def stop_memory_events() -> list[MemoryEvent]:
 
 def stop_events() -> list[MemoryEvent | Mark]:
     """End the recording of the current thread; its events and marks in the order they happened."""
-    _THREAD.owner = None
+    _THREAD.owner, _THREAD.running = None, False
     recorded: Any = _disable_profiler_legacy()  # torch's stub describes the other profiler's events
     threads = [
         [read for event in thread if (read := _read(event)) is not None] for thread in recorded

@@ -193,11 +193,18 @@ class Run:
         return None
 
     def _execute(self, statement: ast.stmt, at: ast.stmt, local: dict[str, Any]) -> None:
+        self._refuse_numbers(at)
         code = _compiled(ast.Module([ast.copy_location(statement, at)], type_ignores=[]))
         try:
             exec(code, self._globals, local)
         except _REFUSALS as error:
             self._refuse(at, str(error), error)
+
+    def _refuse_numbers(self, at: ast.stmt) -> None:
+        """A number read out of a tensor is unknown here, whatever torch makes up for it."""
+        reads = (node for node in ast.walk(at) if isinstance(node, ast.Attribute))
+        if any(node.attr in ("item", "tolist") for node in reads):
+            self._refuse(at, "it reads a number out of a tensor")
 
     def _evaluate(self, at: ast.stmt, value: ast.expr, local: dict[str, Any]) -> Any:
         try:

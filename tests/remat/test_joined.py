@@ -80,4 +80,4 @@ def test_what_forward_returns_is_free_to_its_own_backward() -> None:
     assert kept_bytes(problem, schedule) == 100
     timeline = simulate(joined.problem, joined.schedule((schedule,)))
     # The incoming gradient is held until backward has returned.
-    assert timeline.peak == simulate(problem, schedule).peak + 4
+    assert timeline.peak == simulate(problem, schedule).peak

@@ -110,6 +110,7 @@ def test_a_value_that_comes_along_is_not_recomputed():
 
 @given(problems())
 def test_decisions_cover_what_backward_reads(problem):
+    problem = problem.unrestricted
     schedule = Schedule.from_computes(problem, replay(problem, [0] * len(problem.values)))
     backward = schedule.steps[schedule.boundary(problem) :]
     read = {v for s in backward if s.kind == "compute" for v in problem.ops[s.index].reads}
