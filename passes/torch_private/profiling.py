@@ -11,8 +11,10 @@ a test holds them equal.
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any, Final, NamedTuple, Protocol
 
+import torch
 from torch._C._autograd import (
     _disable_profiler_legacy,
     _enable_profiler_legacy,
@@ -60,9 +62,14 @@ def is_profiling() -> bool:
 
 def _end_remnant() -> None:
     """End a recording of ours that was ended inside a backward, where the engine restores it."""
-    running = getattr(_THREAD, "running", False)
-    if not running and _profiler_enabled() and _profiler_type() == ActiveProfilerType.LEGACY:
-        _disable_profiler_legacy()
+    in_backward = torch._C._current_graph_task_id() != -1
+    if getattr(_THREAD, "running", False) or in_backward or not _profiler_enabled():
+        return
+    if _profiler_type() == ActiveProfilerType.LEGACY:
+        with warnings.catch_warnings():
+            # Its callback went when it was ended for the first time.
+            warnings.filterwarnings("ignore", "Leaked callback handle")
+            _disable_profiler_legacy()
 
 
 class Yielding(Protocol):
