@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 import remat.inductor as planned
-from remat.measurement import Measurement, measure
+from benchmarks.cells import measure_run
+from remat.measurement import Measurement
 from remat.plan_store import PlanStore
 from remat.plans import Plan
 from tests.models.compare import inexact
@@ -35,7 +36,6 @@ from tests.models.steps import (
     Outcome,
     TrainingStep,
     differences,
-    resident,
     restore,
     run_step,
     train_once,
@@ -200,20 +200,6 @@ def exact_outcome(step: TrainingStep) -> Outcome | None:
         outcome = run_step(double.model, double)
     torch.manual_seed(0)
     return outcome if torch.equal(outcome["rng"], torch.get_rng_state()) else None
-
-
-def measure_run(run: Run, step: TrainingStep) -> Measurement:
-    """True peak of one step from the initial state, without gradients before it."""
-
-    def once() -> object:
-        losses = train_once(run, step)
-        step.model.zero_grad(set_to_none=True)
-        return losses
-
-    restore(step, step.initial)
-    measured = measure(once, resident=resident(step))
-    restore(step, step.initial)
-    return measured
 
 
 def time_ratios(

@@ -32,6 +32,7 @@ def overwrite_inputs(lowered: Lowered, fusion: Fusion, *, donated: bool) -> Lowe
     """
     ops = list(lowered.problem.ops)
     last_reader = {value: index for index, op in enumerate(ops) for value in op.reads}
+    storage_of = {value: storage for storage, value in lowered.value_of.items()}
     taken: set[int] = set()
     for index, op in enumerate(ops):
         node = lowered.ops[index].node
@@ -41,7 +42,9 @@ def overwrite_inputs(lowered: Lowered, fusion: Fusion, *, donated: bool) -> Lowe
             last = last_reader[value]
             if value in taken or not _may_be_overwritten(lowered, fusion, value, donated):
                 continue
-            if _is_one_kernel(lowered, fusion, index, last) and _agree(lowered, value, node):
+            if _is_one_kernel(lowered, fusion, index, last) and _agree(
+                lowered, storage_of.get(value), node
+            ):
                 taken.add(value)
                 for place in range(index, last + 1):
                     ops[place] = _less(lowered.problem, ops[place], value)
@@ -91,8 +94,7 @@ def _is_one_kernel(lowered: Lowered, fusion: Fusion, first: int, last: int) -> b
     return first <= last and len(kernels) == 1 and None not in kernels
 
 
-def _agree(lowered: Lowered, value: int, node: fx.Node) -> bool:
-    storage = next((s for s, v in lowered.value_of.items() if v == value), None)
+def _agree(lowered: Lowered, storage: int | None, node: fx.Node) -> bool:
     if storage is None:  # a snapshot, or a random state
         return False
     source = lowered.storages.holder[storage].meta["val"]

@@ -107,11 +107,14 @@ class _Compiler:
         plan = dataclasses.replace(
             plan, memory_budget=known.plan.memory_budget, solution=known.plan.solution
         )
-        return InductorStep(made.run, self._replayed(made, plan))
+        plan = self._replayed(made, plan)
+        over = plan.memory_budget is not None and plan.peak > plan.memory_budget
+        return None if over else InductorStep(made.run, plan)
 
     def _search(self) -> tuple[InductorStep, str]:
         """Compile, and again for less, until the replayed peak is within the budget."""
-        options, budget, tried = self.options, None, []
+        options, budget = self.options, None
+        tried: list[tuple[InductorStep, str]] = []
         for _ in range(1 + TIGHTENED):
             salt = secrets.token_hex(8)
             try:
@@ -120,6 +123,8 @@ class _Compiler:
                 # So says an estimate: the plan with the least peak decides.
                 budget = error.memory_budget if budget is None else budget
                 if options.solver != "auto":
+                    if tried:
+                        break
                     raise
                 options = dataclasses.replace(options, memory_budget=0.0)
                 continue

@@ -194,9 +194,9 @@ def _choose(
     # A solver that was asked for by name is asked even where the baseline would do.
     baseline_would_do = options.solver == "auto" and not Decided.of(options)
     if budget is None and baseline_would_do:
-        return _Choice(_untouched(problem, baseline, timeline, None), None, least)
+        return _Choice(untouched(problem, baseline, timeline, None), None, least)
     if budget is not None and timeline.peak <= budget and baseline_would_do:
-        return _Choice(_untouched(problem, baseline, timeline, budget), budget, least)
+        return _Choice(untouched(problem, baseline, timeline, budget), budget, least)
     solution = _solve(problem, known, options, budget)
     if not solution.fits:
         assert budget is not None
@@ -264,9 +264,10 @@ def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | 
     return solution
 
 
-def _untouched(
+def untouched(
     problem: Problem, baseline: Schedule, timeline: Timeline, budget: int | None
 ) -> Solution:
+    """The baseline as a solution."""
     required = Structure(problem).required_seconds
     # Where the user checkpoints, the baseline computes again, and a plan without that is faster.
     fastest = timeline.seconds <= required * (1 + 1e-9)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat.compilation import trains
 from remat.graphs import GraphRunner
 from remat.measurement import given_tensors, resident_bytes
 from remat.options import Options
@@ -76,7 +77,7 @@ class Session:
                     "compile with dynamic=False, so that every size gets its own plan"
                 )
         broken = self._is_broken(graph)
-        several = self._has_budget and _trains(example_inputs) and self._is_one_of_several(broken)
+        several = self._has_budget and trains(example_inputs) and self._is_one_of_several(broken)
         # Blocks compiled with one options object are graphs of one step; the first comes alone.
         elsewhere = several or broken or (self.given is not None and self._has_budget)
         with self._unwatched():
@@ -218,10 +219,4 @@ def not_one_graph(broken: dynamo.Break) -> CaptureError:
         "remat.compile, which shares the budget over several, and read .step_plan after the second "
         "step; or remove what breaks the graph (a "
         "Hugging Face model: call it without labels= and compute the loss from its logits)"
-    )
-
-
-def _trains(inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(item, torch.Tensor) and item.requires_grad for item in inputs
     )

@@ -17,6 +17,7 @@ from remat.cache import known_plans
 from remat.cost.device import find_device
 from remat.joined import Joined, Phase, join, kept_bytes
 from remat.options import Options
+from remat.partitioner import untouched
 from remat.plans import Plan
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
@@ -220,7 +221,7 @@ def share(
     assert budget is not None, "no budget, nothing to share"
     decided = options.keep or options.recompute
     if timeline.peak <= budget and options.solver == "auto" and not decided:
-        solution = _untouched(problem, baseline, budget)
+        solution = untouched(problem, baseline, simulate(problem, baseline), budget)
     else:
         solution = _solve(joined, known, options, budget)
     remembered = known_plans(problem)
@@ -292,23 +293,6 @@ def _solve(joined: Joined, starts: Sequence[Schedule], options: Options, budget:
         memory_budget=budget,
         least_peak=error.least_peak,
         peak_lower_bound=error.peak_lower_bound,
-    )
-
-
-def _untouched(problem: Problem, baseline: Schedule, budget: int) -> Solution:
-    timeline = simulate(problem, baseline)
-    required = Structure(problem).required_seconds
-    fastest = timeline.seconds <= required * (1 + 1e-9)
-    return Solution(
-        problem_key=problem.key,
-        schedule=baseline,
-        timeline=timeline,
-        memory_budget=budget,
-        status="optimal" if fastest else "feasible",
-        lower_bound=min(timeline.seconds, required),
-        peak_lower_bound=problem.fixed_bytes,
-        floor_op=-1,
-        solver="baseline",
     )
 
 

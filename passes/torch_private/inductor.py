@@ -169,15 +169,6 @@ def compile_with_partition(
     return run
 
 
-def min_cut_partition(
-    joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's default partition under inductor."""
-    return _compile_fx.min_cut_rematerialization_partition(
-        joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
-    )
-
-
 def _forward_metadata(donate: bool) -> int:
     """How many outputs of the forward are new contents of inputs; forgets donations if asked to."""
     context = TracingContext.try_get()

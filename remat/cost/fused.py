@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from remat.cost.device import DeviceSpec
-from remat.cost.model import CostModel
+from remat.cost.model import TIE_BREAK, CostModel
 from remat.passes.costs import OpCost
 from remat.passes.fusion import Fusion
 from remat.passes.ops import schema_name
@@ -27,7 +27,6 @@ _HEAVY: Final = {
     "prims::inductor_random": 300, "prims::inductor_randint": 300,
 }  # fmt: skip
 _LIGHT: Final = 1
-_FLOPS_TIE_BREAK: Final = 1e-6  # as in the cost model that counts FLOPs
 
 
 def fused_costs(
@@ -44,7 +43,7 @@ def fused_costs(
             seconds = _moving(node, fusion.reads[node], kernel, model.device)
             seconds += _computing(fusion.operations[node], model.device)
             if model.mode == "flops":
-                seconds *= _FLOPS_TIE_BREAK
+                seconds *= TIE_BREAK
             elif first:
                 seconds += model.device.launch
             costs[node] = OpCost(seconds=seconds)

@@ -30,7 +30,7 @@ from remat.solvers.errors import InvalidOption
 Mode = Literal["roofline", "measured", "flops"]
 
 # Weight of the bytes in the mode that counts FLOPs: it decides between ops without any.
-_TIE_BREAK: Final = 1e-6
+TIE_BREAK: Final = 1e-6
 # Of the first tensor they read no more than they write: rows that the indices name.
 _READ_ROWS: Final = frozenset(
     {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"}
@@ -108,7 +108,7 @@ class CostModel:
         computing = flops / self.device.matrix_rate(_dtype(call))
         moving = bytes_moved(call) / self.device.bandwidth
         if self.mode == "flops":
-            return computing + _TIE_BREAK * moving
+            return computing + TIE_BREAK * moving
         return max(computing, moving) + self.device.launch
 
 

@@ -18,7 +18,9 @@ from remat.executors.wrapper import StepReplay, replay_step
 from remat.measurement import measure, resident_bytes
 from remat.options import Options
 from remat.partitioner import Ledger, partition
+from remat.passes.mutation import SNAPSHOT
 from remat.passes.torch_private import dynamo
+from remat.passes.torch_private.partition import min_cut_partition
 from remat.solvers.errors import InvalidOption
 from tests.models.steps import TrainingStep, resident, train_once
 from tests.models.zoo import STEPS
@@ -45,9 +47,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 def stock(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:
-    from remat.passes.torch_private.inductor import min_cut_partition
-
-    return min_cut_partition(joint, inputs, **options)
+    return min_cut_partition(joint, inputs, options.pop("num_fwd_outputs"), SNAPSHOT, **options)
 
 
 def least_peak(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from remat.passes.torch_private import profiling
 from remat.plans import Plan, Unplanned
 from remat.session import UnplannedWarning
 from remat.solvers.errors import BudgetTooSmall, CaptureError, InvalidOption
+from tests.remat.broken import Block, Broken, gradients
 
 pytestmark = [
     # What Dynamo itself does when it resumes with an input that is not a leaf.
@@ -27,28 +28,6 @@ pytestmark = [
 ]
 
 OPTIONS: dict[str, Any] = {"time_limit": 0.5, "executor": "eager"}
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Broken(nn.Module):
-    """Blocks, with a graph break after the first two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0](x))
-        torch._dynamo.graph_break()
-        return self.blocks[3](self.blocks[2](x)).square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +44,6 @@ def _fresh() -> Iterator[None]:
 def x() -> Tensor:
     torch.manual_seed(0)
     return torch.randn(512, 64)
-
-
-def gradients(model: nn.Module, step: Callable[[], object]) -> list[Tensor]:
-    model.zero_grad(set_to_none=True)
-    step()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def true_peak(model: nn.Module, resident: object, step: Callable[[], object]) -> int:

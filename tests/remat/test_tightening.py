@@ -149,6 +149,15 @@ def test_a_second_process_solves_nothing(watched: Watched, monkeypatch: pytest.M
     assert third == first
 
 
+def test_a_stored_plan_whose_code_is_over_the_budget_is_planned_again(watched: Watched) -> None:
+    watched.over = (0, 10_000_000, 0)
+    step(memory_budget=0.4)
+    plan = step(memory_budget=0.4).plans[0]
+    assert len(watched.plans) == 3
+    assert plan.memory_budget is not None
+    assert plan.peak <= plan.memory_budget
+
+
 def test_another_budget_is_another_key(watched: Watched) -> None:
     step(memory_budget=0.4)
     step(memory_budget=0.5)
