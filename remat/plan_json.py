@@ -1,0 +1,149 @@
+"""A plan as a file: canonical JSON, format ``remat.plan/1``.
+
+A stored plan holds decisions and steps, and only the few figures that tell whether it is whole:
+bytes and seconds are simulated again when it is read, so there is one truth.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from remat.plans import Plan
+from remat.solvers.errors import InvalidProblem, InvalidSchedule, PlanMismatch
+from remat.solvers.problem import Problem
+from remat.solvers.schedule import Schedule, Solution, Step
+from remat.solvers.simulate import simulate
+
+FORMAT: Final = "remat.plan/1"
+
+_PLAIN: Final = (
+    "remat_version", "torch_version", "device", "executor",
+    "graph_hash", "memory_budget", "least_peak",
+)  # fmt: skip
+_STORED: Final = (
+    "problem_key", "memory_budget", "status", "peak_lower_bound", "floor_op", "solver",
+    "solve_time",
+)  # fmt: skip
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """What :meth:`Plan.save` does."""
+    data = json.dumps(plan_to_json(plan), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    path, raw = Path(path), data.encode()
+    path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """What :meth:`Plan.load` does."""
+    raw = Path(path).read_bytes()
+    try:
+        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (ValueError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise PlanMismatch(f"{path} is no stored plan: not JSON ({error})") from error
+    try:
+        return plan_from_json(data)
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{path}: {error}") from error
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """What :meth:`Plan.to_json` does."""
+    return {
+        "format": FORMAT,
+        "remat_version": plan.remat_version,
+        "torch_version": plan.torch_version,
+        "device": plan.device,
+        "executor": plan.executor,
+        "graph_hash": plan.graph_hash,
+        "memory_budget": plan.memory_budget,
+        "problem": plan.problem.to_json(),
+        "solution": _solution_to_json(plan.solution),
+        "baseline": _steps_to_json(plan.baseline),
+        "least_peak": plan.least_peak,
+        "notes": list(plan.notes),
+        "replayed_peak": plan.replayed_peak,
+        "keep": list(plan.keep),
+        "recompute": list(plan.recompute),
+    }
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """What :meth:`Plan.from_json` does."""
+    found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+    if found != FORMAT:
+        raise PlanMismatch(
+            f"format is {found!r}, this version of remat reads {FORMAT!r}; plan again with "
+            "remat.plan"
+        )
+    try:
+        problem = Problem.from_json(data["problem"])
+        plan = Plan(
+            problem=problem,
+            solution=_solution_from_json(problem, data["solution"]),
+            baseline=_steps_from_json(data["baseline"]),
+            notes=tuple(data["notes"]),
+            replayed_peak=data.get("replayed_peak"),
+            keep=tuple(data.get("keep", ())),
+            recompute=tuple(data.get("recompute", ())),
+            **{name: data[name] for name in _PLAIN},
+        )
+        _ = plan.baseline_timeline  # a baseline that cannot run is refused here, not when read
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidProblem | InvalidSchedule):
+            raise PlanMismatch(f"the stored plan cannot run: {error}") from error
+        raise PlanMismatch(f"malformed plan: {type(error).__name__} {error}") from error
+    return plan
+
+
+def _steps_to_json(schedule: Schedule) -> list[list[Any]]:
+    return [[step.kind, step.index] for step in schedule.steps]
+
+
+def _steps_from_json(rows: list[list[Any]]) -> Schedule:
+    kinds = ("compute", "free", "offload", "reload", "wait")
+    for kind, index in rows:
+        if kind not in kinds or not isinstance(index, int) or index < 0:
+            raise InvalidSchedule(f"unknown step {[kind, index]!r}")
+    return Schedule(tuple(Step(kind, index) for kind, index in rows))
+
+
+def _solution_to_json(solution: Solution) -> dict[str, Any]:
+    # Nothing beats infinitely many seconds where no schedule fits; JSON has no infinity.
+    bound = solution.lower_bound if math.isfinite(solution.lower_bound) else None
+    return {
+        **{name: getattr(solution, name) for name in _STORED},
+        "steps": _steps_to_json(solution.schedule),
+        "peak": solution.peak,
+        "lower_bound": bound,
+        "failures": list(solution.failures),
+    }
+
+
+def _solution_from_json(problem: Problem, data: Mapping[str, Any]) -> Solution:
+    schedule = _steps_from_json(data["steps"])
+    timeline = simulate(problem, schedule)
+    bound = data["lower_bound"]
+    solution = Solution(
+        schedule=schedule,
+        timeline=timeline,
+        lower_bound=math.inf if bound is None else bound,
+        failures=tuple(data["failures"]),
+        **{name: data[name] for name in _STORED},
+    )
+    if solution.problem_key != problem.key:
+        raise PlanMismatch(
+            "the solution belongs to another problem: the file was edited, or written by another "
+            "version of remat; plan again with remat.plan"
+        )
+    if timeline.peak != data["peak"]:
+        raise PlanMismatch(
+            f"the stored peak is {data['peak']} bytes, but its steps peak at {timeline.peak}: the "
+            "file was edited, or written by another version of remat; plan again with remat.plan"
+        )
+    return solution
