@@ -287,6 +287,7 @@ class _Reader:
         self.pass_over(event)
         # Plans of one graph say that an incoming gradient ends with its last reader.
         own = plan.solution.timeline.backward_peak - problem.fixed_bytes + counted
+        own += max(0, plan.peak - plan.predicted)  # so much more the generated code takes
         if segment.peak > beside + self.waiting + own:
             self.eager(segment.peak)
 
