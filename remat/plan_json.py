@@ -63,8 +63,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "graph_hash": plan.graph_hash,
         "memory_budget": plan.memory_budget,
         "problem": plan.problem.to_json(),
-        "solution": _solution_to_json(plan.solution),
-        "baseline": _steps_to_json(plan.baseline),
+        "solution": solution_to_json(plan.solution),
+        "baseline": steps_to_json(plan.baseline),
         "least_peak": plan.least_peak,
         "notes": list(plan.notes),
         "replayed_peak": plan.replayed_peak,
@@ -85,8 +85,8 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         problem = Problem.from_json(data["problem"])
         plan = Plan(
             problem=problem,
-            solution=_solution_from_json(problem, data["solution"]),
-            baseline=_steps_from_json(data["baseline"]),
+            solution=solution_from_json(problem, data["solution"]),
+            baseline=steps_from_json(data["baseline"]),
             notes=tuple(data["notes"]),
             replayed_peak=data.get("replayed_peak"),
             keep=tuple(data.get("keep", ())),
@@ -101,11 +101,17 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _steps_to_json(schedule: Schedule) -> list[list[Any]]:
+def steps_to_json(schedule: Schedule) -> list[list[Any]]:
+    """Each step as ``[kind, index]``."""
     return [[step.kind, step.index] for step in schedule.steps]
 
 
-def _steps_from_json(rows: list[list[Any]]) -> Schedule:
+def steps_from_json(rows: list[list[Any]]) -> Schedule:
+    """The inverse of :func:`steps_to_json`.
+
+    Raises:
+        InvalidSchedule: a step of a kind or an index that there is not.
+    """
     kinds = ("compute", "free", "offload", "reload", "wait")
     for kind, index in rows:
         if kind not in kinds or not isinstance(index, int) or index < 0:
@@ -113,20 +119,27 @@ def _steps_from_json(rows: list[list[Any]]) -> Schedule:
     return Schedule(tuple(Step(kind, index) for kind, index in rows))
 
 
-def _solution_to_json(solution: Solution) -> dict[str, Any]:
+def solution_to_json(solution: Solution) -> dict[str, Any]:
+    """Steps, and the few figures that tell whether they are whole."""
     # Nothing beats infinitely many seconds where no schedule fits; JSON has no infinity.
     bound = solution.lower_bound if math.isfinite(solution.lower_bound) else None
     return {
         **{name: getattr(solution, name) for name in _STORED},
-        "steps": _steps_to_json(solution.schedule),
+        "steps": steps_to_json(solution.schedule),
         "peak": solution.peak,
         "lower_bound": bound,
         "failures": list(solution.failures),
     }
 
 
-def _solution_from_json(problem: Problem, data: Mapping[str, Any]) -> Solution:
-    schedule = _steps_from_json(data["steps"])
+def solution_from_json(problem: Problem, data: Mapping[str, Any]) -> Solution:
+    """The inverse of :func:`solution_to_json`: the steps are simulated again.
+
+    Raises:
+        PlanMismatch: it solves another problem, or its peak does not follow from its steps.
+        InvalidSchedule: its steps cannot run.
+    """
+    schedule = steps_from_json(data["steps"])
     timeline = simulate(problem, schedule)
     bound = data["lower_bound"]
     solution = Solution(
