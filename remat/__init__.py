@@ -13,6 +13,7 @@ from remat.version import __version__ as __version__
 if TYPE_CHECKING:
     from remat.api import compile as compile
     from remat.api import plan as plan
+    from remat.exports import export as export
     from remat.frontiers import frontier as frontier
     from remat.measurement import measure as measure
     from remat.options import Options as Options
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME: Final = {
     "compile": "remat.api",
     "plan": "remat.api",
+    "export": "remat.exports",
     "frontier": "remat.frontiers",
     "measure": "remat.measurement",
     "Options": "remat.options",
@@ -47,6 +49,7 @@ __all__ = [
     "RematError",
     "__version__",
     "compile",
+    "export",
     "frontier",
     "measure",
     "plan",

@@ -34,22 +34,37 @@ _STORED: Final = (
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """What :meth:`Plan.save` does."""
-    data = json.dumps(plan_to_json(plan), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    path, raw = Path(path), data.encode()
-    path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
+    write_json(path, plan_to_json(plan))
 
 
 def load_plan(path: str | Path) -> Plan:
     """What :meth:`Plan.load` does."""
-    raw = Path(path).read_bytes()
-    try:
-        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (ValueError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise PlanMismatch(f"{path} is no stored plan: not JSON ({error})") from error
+    data = read_json(path)
     try:
         return plan_from_json(data)
     except PlanMismatch as error:
         raise PlanMismatch(f"{path}: {error}") from error
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write canonical JSON, gzip-compressed where the path ends in ``.gz``."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    path, raw = Path(path), text.encode()
+    path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
+
+
+def read_json(path: str | Path) -> Any:
+    """What :func:`write_json` wrote.
+
+    Raises:
+        PlanMismatch: it is no JSON.
+        OSError: it cannot be read.
+    """
+    raw = Path(path).read_bytes()
+    try:
+        return json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (ValueError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise PlanMismatch(f"{path} is no stored plan: not JSON ({error})") from error
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:

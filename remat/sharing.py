@@ -6,9 +6,10 @@ graph solve; every call then gets its part of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
@@ -173,6 +174,37 @@ class StepPlan:
             baseline=self.baseline,
             least_peak=None if self.least_peak is None else self.least_peak + change,
         )
+
+    def save(self, path: str | Path) -> None:
+        """Write canonical JSON, gzip-compressed where the path ends in ``.gz``."""
+        from remat.step_json import save_step_plan
+
+        save_step_plan(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> StepPlan:
+        """Read what :meth:`save` wrote, and simulate it again.
+
+        Raises:
+            PlanMismatch: it is no plan of a step, or its figures do not follow from its steps.
+            OSError: it cannot be read.
+        """
+        from remat.step_json import load_step_plan
+
+        return load_step_plan(path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data in the format ``remat.step/1``."""
+        from remat.step_json import step_plan_to_json
+
+        return step_plan_to_json(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> StepPlan:
+        """The inverse of :meth:`to_json`; raises as :meth:`load` does."""
+        from remat.step_json import step_plan_from_json
+
+        return step_plan_from_json(data)
 
     def peak_beside(self, phases: Sequence[Phase], resident: int) -> int:
         """The peak of these plans where other bytes are alive beside the graphs."""
