@@ -13,6 +13,7 @@ from remat.version import __version__ as __version__
 if TYPE_CHECKING:
     from remat.api import compile as compile
     from remat.api import plan as plan
+    from remat.comparison import compare as compare
     from remat.exports import export as export
     from remat.frontiers import frontier as frontier
     from remat.measurement import measure as measure
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from remat.solvers.errors import RematError as RematError
 
 _HOME: Final = {
+    "compare": "remat.comparison",
     "compile": "remat.api",
     "plan": "remat.api",
     "export": "remat.exports",
@@ -48,6 +50,7 @@ __all__ = [
     "PlanMismatch",
     "RematError",
     "__version__",
+    "compare",
     "compile",
     "export",
     "frontier",
