@@ -158,7 +158,9 @@ def _patterns(plan: Plan) -> str:
 
 def _code(old: Problem, new: Problem) -> str:
     """Which ops only one of two graphs has, or how their sizes differ."""
-    ops = [Counter((op.phase, op.layer, op.target) for op in each.ops) for each in (old, new)]
+    ops: list[Counter[tuple[str, str, str]]] = [
+        Counter((op.phase, op.layer, op.target) for op in each.ops) for each in (old, new)
+    ]
     gone, come = ops[0] - ops[1], ops[1] - ops[0]
     if not gone and not come:
         sizes = [sum(value.bytes for value in each.values) for each in (old, new)]

@@ -49,12 +49,32 @@ class Frontier:
     baseline: Plan
     points: tuple[Point, ...]
 
+    @property
+    def knee(self) -> Point | None:
+        """Where saving more begins to cost more than it did: see :func:`knee_of`. None for a curve
+        without a bend.
+        """
+        place = knee_of([(point.peak, point.extra_time) for point in self.points])
+        return None if place is None else self.points[place]
+
+    def plot(self) -> str:
+        """The curve in characters: extra time against peak, the knee marked ``K``."""
+        from remat.report.curve import frontier_curve
+
+        return "\n".join(frontier_curve(self._rows(), self.baseline.peak, self._knee_at()))
+
     def save_svg(self, path: str | Path) -> None:
         """Draw the curve as one self-contained SVG file."""
         from remat.report.svg import frontier_svg
 
-        rows = [(p.peak, p.extra_time, p.least_extra_time) for p in self.points]
-        Path(path).write_text(frontier_svg(rows, self.baseline.peak), encoding="utf-8")
+        picture = frontier_svg(self._rows(), self.baseline.peak, knee=self._knee_at())
+        Path(path).write_text(picture, encoding="utf-8")
+
+    def _rows(self) -> list[tuple[int, float, float]]:
+        return [(p.peak, p.extra_time, p.least_extra_time) for p in self.points]
+
+    def _knee_at(self) -> int | None:
+        return None if self.knee is None else self.points.index(self.knee)
 
     def __str__(self) -> str:
         lines = [
@@ -68,7 +88,35 @@ class Frontier:
                 f"{p.extra_time:>+11.2%} {p.extra_flops:>+12.2%} {p.least_extra_time:>+9.2%}"
             )
         lines.append("proven: no plan within that budget costs less extra time")
+        if (knee := self.knee) is not None:
+            lines.append(
+                f"knee: {format_bytes(knee.peak)} ({knee.peak} bytes) for {knee.extra_time:+.2%} "
+                "time"
+            )
         return "\n".join(lines)
+
+
+def knee_of(curve: Sequence[tuple[float, float]]) -> int | None:
+    """The point of a falling curve that lies farthest below the chord between its ends.
+
+    Both axes are scaled so that the ends are (0, 1) and (1, 0), which is what Satopää, Albrecht,
+    Irwin and Raghavan do ("Finding a kneedle in a haystack", 2011); then the distance to the chord
+    of a point (x, y) is (1 - x - y) / √2.
+
+    Args:
+        curve: (peak, extra time), the smallest peak first.
+
+    Returns:
+        Its index; None where no point lies below the chord, or an axis has no extent.
+    """
+    if len(curve) < 3:
+        return None
+    (left, top), (right, bottom) = curve[0], curve[-1]
+    if right <= left or top <= bottom:
+        return None
+    below = [1 - (x - left) / (right - left) - (y - bottom) / (top - bottom) for x, y in curve]
+    farthest = max(range(len(curve)), key=lambda index: below[index])
+    return farthest if below[farthest] > 1e-9 else None
 
 
 def frontier(

@@ -1,4 +1,4 @@
-"""``remat frontier``: how much time each peak costs, as a table and a picture."""
+"""``remat frontier``: how much time each peak costs, as a curve, a table and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan them all, print the table, draw the curve."""
+    """Plan them all, print curve and table, draw the picture."""
     check_output(arguments)
     options = given_options(arguments)
     with spinner("building the model"):
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         curve = frontier(
             model, args, kwargs, loss=loss, points=arguments.points, progress=show, **options
         )
-    print_report(str(curve))
+    print_report(f"{curve.plot()}\n\n{curve}")
     if arguments.output is not None:
         curve.save_svg(arguments.output)
     return 0

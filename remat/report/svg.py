@@ -19,10 +19,12 @@ text { font: 13px system-ui, sans-serif; fill: #222 }
 .curve { fill: none; stroke: #0b62c4; stroke-width: 2.5 }
 .bound { fill: none; stroke: #0b62c4; stroke-width: 1.5; stroke-dasharray: 4 4; opacity: .6 }
 .dot { fill: #0b62c4 } .baseline { fill: #c2410c }
+.this { fill: none; stroke: #222; stroke-width: 2 }
+.knee { fill: none; stroke: #c2410c; stroke-width: 2 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6e6e6 } .page { fill: #16181d } .grid { stroke: #33363d }
   .axis { stroke: #888 } .curve, .bound { stroke: #6cb0ff } .dot { fill: #6cb0ff }
-  .baseline { fill: #fb923c }
+  .baseline { fill: #fb923c } .this { stroke: #e6e6e6 } .knee { stroke: #fb923c }
 }
 """
 
@@ -30,17 +32,29 @@ Row = tuple[int, float, float]
 """Peak in bytes, extra time, and the extra time that no plan can beat."""
 
 
-def frontier_svg(rows: Sequence[Row], baseline_peak: int) -> str:
+def frontier_svg(
+    rows: Sequence[Row],
+    baseline_peak: int,
+    *,
+    here: tuple[int, float] | None = None,
+    knee: int | None = None,
+    inline: bool = False,
+) -> str:
     """Extra time (in %) against peak, with the proven bound dashed and the baseline marked.
 
     Args:
         rows: ordered by peak.
         baseline_peak: bytes without remat.
+        here: peak and extra time of a plan to mark with a ring.
+        knee: index of the row to mark as the knee.
+        inline: leave out the style: the page that the picture becomes a part of has it.
     """
-    scale = _Scale(rows, baseline_peak)
+    scale = _Scale([*rows, *([(*here, here[1])] if here else [])], baseline_peak)
+    style = "" if inline else f"<style>{_STYLE}</style>"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        f"<title>Extra time against peak memory</title><style>{_STYLE}</style>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        'class="frontier">',
+        f"<title>Extra time against peak memory</title>{style}",
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
         f'<text class="title" x="{LEFT}" y="24">Extra time by peak memory</text>',
         *_axes(scale),
@@ -53,6 +67,13 @@ def frontier_svg(rows: Sequence[Row], baseline_peak: int) -> str:
         parts.append(
             f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{tip}</title></circle>'
         )
+    if here:
+        x, y = scale.x(here[0]), scale.y(here[1])
+        tip = f"this plan: {format_bytes(here[0])}, {here[1]:+.1%} time"
+        parts.append(f'<circle class="this" cx="{x:.1f}" cy="{y:.1f}" r="9">')
+        parts.append(f"<title>{tip}</title></circle>")
+    if knee is not None:
+        parts += _knee(scale, *rows[knee][:2])
     x, y = scale.x(baseline_peak), scale.y(0.0)
     tip = f"without remat: {format_bytes(baseline_peak)}"
     parts.append(
@@ -63,6 +84,15 @@ def frontier_svg(rows: Sequence[Row], baseline_peak: int) -> str:
     parts.append(f'<rect class="baseline" x="{right - 10}" y="16" width="10" height="10"/>')
     parts.append(f'<text x="{right - 16}" y="26" text-anchor="end">{tip}</text></svg>')
     return "\n".join(parts) + "\n"
+
+
+def _knee(scale: _Scale, peak: int, extra: float) -> list[str]:
+    x, y = scale.x(peak), scale.y(extra)
+    label = f"knee: {format_bytes(peak)}, {extra:+.1%} time"
+    return [
+        f'<circle class="knee" cx="{x:.1f}" cy="{y:.1f}" r="8"><title>{label}</title></circle>',
+        f'<text x="{x + 12:.1f}" y="{y - 8:.1f}">{label}</text>',
+    ]
 
 
 class _Scale:

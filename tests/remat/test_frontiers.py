@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import remat
 import remat.frontiers
+from remat.frontiers import knee_of
+from remat.report.curve import frontier_curve
 from remat.report.svg import frontier_svg
 from remat.solvers.errors import InvalidOption
 
@@ -49,7 +54,7 @@ def test_the_ends_are_the_least_peak_and_no_saving(curve: remat.frontiers.Fronti
 
 def test_the_table_and_the_picture(curve: remat.frontiers.Frontier, tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in str(curve).splitlines())
-    assert len(str(curve).splitlines()) == 3 + len(curve.points)
+    assert len(str(curve).splitlines()) == 3 + len(curve.points) + (curve.knee is not None)
     curve.save_svg(tmp_path / "curve.svg")
     root = ElementTree.parse(tmp_path / "curve.svg").getroot()
     dots = [item for item in root.iter() if item.get("class") == "dot"]
@@ -60,6 +65,65 @@ def test_the_table_and_the_picture(curve: remat.frontiers.Frontier, tmp_path: Pa
 def test_a_curve_of_one_height_can_be_drawn() -> None:
     picture = frontier_svg([(1024, 0.0, 0.0), (2048, 0.0, 0.0)], 2048)
     assert ElementTree.fromstring(picture).tag.endswith("svg")
+    assert frontier_curve([(1024, 0.0, 0.0), (2048, 0.0, 0.0)], 2048)
+
+
+@pytest.mark.parametrize(
+    ("points", "knee"),
+    [
+        ([(0, 1.0), (1, 0.1), (10, 0.0)], 1),
+        ([(0, 1.0), (2, 0.5), (3, 0.1), (10, 0.0)], 2),
+        ([(0, 1.0), (5, 0.5), (10, 0.0)], None),  # a straight line bends nowhere
+        ([(0, 1.0), (5, 0.9), (10, 0.0)], None),  # above the chord
+        ([(0, 1.0), (10, 0.0)], None),
+        ([(0, 0.0), (5, 0.0), (10, 0.0)], None),
+        ([], None),
+    ],
+)
+def test_the_knee(points: list[tuple[int, float]], knee: int | None) -> None:
+    assert knee_of(points) == knee
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 999), st.integers(1, 999)), min_size=3, max_size=9),
+    st.integers(1, 1000),
+    st.floats(0.01, 100),
+)
+def test_the_knee_does_not_depend_on_the_units(
+    steps: list[tuple[int, int]], scale: int, factor: float
+) -> None:
+    points = [(0, 0)]
+    for right, down in steps:
+        points.append((points[-1][0] + right, points[-1][1] - down))
+    here = knee_of(points)
+    there = knee_of([(7 + x * scale, y * factor) for x, y in points])
+    if here is not None and there is not None:
+        right, bottom = points[-1]
+        distances = [1 - a / right - (b - bottom) / (0 - bottom) for a, b in points]
+        assert distances[there] == pytest.approx(distances[here])
+
+
+def test_the_knee_is_marked(curve: remat.frontiers.Frontier, tmp_path: Path) -> None:
+    peaks = [(100, 1.0), (200, 0.1), (400, 0.0)]
+    points = tuple(
+        replace(curve.points[0], peak=peak, memory_budget=peak, extra_time=extra)
+        for peak, extra in peaks
+    )
+    bent = replace(curve, points=points)
+    assert bent.knee == points[1]
+    assert "knee: 200 B (200 bytes) for +10.00% time" in str(bent)
+    assert sum(line.count("K") for line in bent.plot().splitlines()[1:-2]) == 1
+    bent.save_svg(tmp_path / "curve.svg")
+    assert 'class="knee"' in (tmp_path / "curve.svg").read_text()
+
+
+def test_the_curve_in_characters() -> None:
+    lines = frontier_curve([(100, 1.0, 0.9), (200, 0.1, 0.1), (400, 0.0, 0.0)], 400, 1)
+    assert all(len(line) <= 80 for line in lines)
+    body = lines[1:-2]
+    assert body[0].startswith("+100.0% |o")
+    assert body[-1].rstrip().endswith("B")
+    assert sum(line.count("o") for line in body) == 1  # the knee and the baseline hide the others
 
 
 def test_a_budget_has_no_meaning_here() -> None:
