@@ -28,7 +28,7 @@ from remat.passes.storages import Storages
 from remat.passes.torch_private import partition as private
 from remat.solvers.problem import Op, Phase, Problem, Value
 
-OpKind = Literal["node", "random_state", "snapshot", "epilogue", "accumulate"]
+OpKind = Literal["node", "random_state", "snapshot", "epilogue", "accumulate", "update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,16 @@ class _Builder:
                     owned=owned,
                     tangent=private.is_tangent(creator),
                     output=None if owned else output,  # type: ignore[arg-type]
-                    offloadable=not owned,
+                    offloadable=output is None and self._is_offloadable(storage),
                 )
             )
+
+    def _is_offloadable(self, storage: int) -> bool:
+        """Made in forward, and never written again: a copy taken early would hold old content."""
+        creator, held = self.storages.creator[storage], self.storages.bytes[storage]
+        made = creator.op == "call_function" and self.joint.phases[creator] == "forward"
+        taken = isinstance(self.storages.holder[storage].meta.get("val"), torch.Tensor)
+        return made and taken and held > 0 and storage not in self.written_in_place
 
     def _name(self, storage: int) -> str:
         holder = self.storages.holder[storage]
@@ -242,7 +249,7 @@ class _Builder:
         if primal not in self.snapshot_of:
             self.snapshot_of[primal] = len(self.values)
             name = f"{primal.name}.snapshot"
-            self.values.append(Value(name, self.storages.bytes[storage]))
+            self.values.append(Value(name, self.storages.bytes[storage], offloadable=False))
             self._add(
                 LoweredOp("snapshot", primal),
                 "forward",

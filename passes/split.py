@@ -15,37 +15,44 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from remat.passes import ops, runtime
+from remat.passes import offload, ops, runtime
 from remat.passes.joint import is_getitem
 from remat.passes.lower import Lowered, LoweredOp, device_of
 from remat.passes.mutation import SNAPSHOT
+from remat.passes.offload import Place
 from remat.passes.torch_private import partition as private
 from remat.solvers.errors import RematError
 from remat.solvers.schedule import Schedule, Step
 
-SavedKind = Literal["node", "random_state", "snapshot"]
+SavedKind = Literal["node", "random_state", "snapshot", "token"]
 OP_INDEX = "remat_op"
 """Metadata of an emitted op: its index in the problem."""
 
 Saved = tuple[fx.Node, SavedKind]
-"""A node of the joint graph and what is saved of it: its value, its random state, or a copy."""
+"""A node of the joint graph and what is saved of it: its value, its random state, a copy of it, or
+the token of what was offloaded."""
 
 
-def split(lowered: Lowered, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def split(
+    lowered: Lowered, schedule: Schedule, place: Place | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Emit forward and backward as AOTAutograd wants them.
 
     Forward returns its outputs, then the saved tensors; backward takes the saved tensors in the
     same order, then the tangents.
 
+    Args:
+        place: where the schedule offloads to, if it does.
+
     Raises:
-        RematError: the schedule reads what it has not kept, or has steps this version cannot emit.
+        RematError: the schedule reads what it has not kept, or offloads without a place.
     """
     boundary = schedule.boundary(lowered.problem)
-    backward = _Backward(lowered, alive_after(lowered, schedule, boundary))
+    backward = _Backward(lowered, alive_after(lowered, schedule, boundary), place)
     backward.run(schedule.steps[boundary:])
     backward.close()
     saved = backward.saved_in_order()
-    forward = _Forward(lowered, saved)
+    forward = _Forward(lowered, saved, place)
     forward.run(schedule.steps[:boundary])
     forward.close()
     root = lowered.joint.module
@@ -58,17 +65,21 @@ def alive_after(lowered: Lowered, schedule: Schedule, position: int) -> set[int]
     for step in schedule.steps[:position]:
         if step.kind == "compute":
             alive.update(lowered.problem.ops[step.index].writes)
+        elif step.kind == "reload":
+            alive.add(step.index)
         elif step.kind == "free":
             alive.discard(step.index)
     return alive
 
 
-class _Emitter:
-    """Common to both graphs: instances of values, and views over them."""
+class Emitter:
+    """Common to all emitted graphs: instances of values, and views over them."""
 
-    def __init__(self, lowered: Lowered, alive: set[int]) -> None:
+    def __init__(self, lowered: Lowered, alive: set[int], place: Place | None = None) -> None:
         self.lowered = lowered
         self.graph = fx.Graph()
+        self.transfers = offload.Emitter(self.graph, place)
+        self.holders = offload.holders(lowered)
         self.instances: dict[fx.Node, fx.Node] = {}
         self.views: dict[tuple[fx.Node, tuple[fx.Node, ...], int], fx.Node] = {}
         self.alive = alive
@@ -80,8 +91,27 @@ class _Emitter:
                 self._compute(step.index)
             elif step.kind == "free":
                 self.alive.discard(step.index)
+            elif step.kind == "offload":
+                self.offload(step.index)
+            elif step.kind == "reload":
+                holder = self.holders[step.index]
+                made = self.transfers.reload(step.index, self.token(step.index), holder)
+                self.instances[holder] = made
+                self.alive.add(step.index)
             else:
-                raise RematError(f"the eager executor cannot emit a {step.kind!r} step yet")
+                instance = self.resolve(self.holders[step.index])
+                self.transfers.wait(step.index, self.token(step.index), instance)
+
+    def offload(self, value: int) -> fx.Node:
+        """Emit the start of a copy; answers the token."""
+        return self.transfers.offload(value, self.resolve(self.holders[value]))
+
+    def token(self, value: int) -> fx.Node:
+        """The token of a value that was offloaded."""
+        if value not in self.transfers.tokens:
+            name = self.lowered.problem.values[value].name
+            raise RematError(f"the schedule waits for {name}, which it has not offloaded")
+        return self.transfers.tokens[value]
 
     def _compute(self, index: int) -> None:
         what = self.lowered.ops[index]
@@ -190,13 +220,19 @@ class _Emitter:
         raise NotImplementedError
 
 
-class _Forward(_Emitter):
-    def __init__(self, lowered: Lowered, saved: list[Saved]) -> None:
-        super().__init__(lowered, set())
+class _Forward(Emitter):
+    def __init__(self, lowered: Lowered, saved: list[Saved], place: Place | None) -> None:
+        super().__init__(lowered, set(), place)
         self.saved = saved
         self.made: dict[Saved, fx.Node] = {}
         for primal in lowered.joint.primals:
             self.instances[primal] = self.copy(primal, {})
+
+    def offload(self, value: int) -> fx.Node:
+        """The same, and the token can be saved."""
+        token = super().offload(value)
+        self.made[self.holders[value], "token"] = token
+        return token
 
     def placeholder(self, node: fx.Node) -> Any:
         raise RematError(f"forward reads {node.name}, which arrives when backward starts")
@@ -230,13 +266,18 @@ class _Forward(_Emitter):
         self.add_output(outputs + saved, descs)
 
 
-class _Backward(_Emitter):
-    def __init__(self, lowered: Lowered, alive: set[int]) -> None:
-        super().__init__(lowered, alive)
+class _Backward(Emitter):
+    def __init__(self, lowered: Lowered, alive: set[int], place: Place | None = None) -> None:
+        super().__init__(lowered, alive, place)
         self.given: dict[Saved, fx.Node] = {}
         self.tangents: dict[fx.Node, fx.Node] = {}
         clones = (what.node for what in lowered.ops if what.node is not None)
         self.clones = {node.meta[SNAPSHOT]: node for node in clones if SNAPSHOT in node.meta}
+
+    def token(self, value: int) -> fx.Node:
+        """The same; what was offloaded in forward comes from there."""
+        tokens = self.transfers.tokens
+        return tokens.get(value) or self._given(self.holders[value], "token")
 
     def placeholder(self, node: fx.Node) -> Any:
         if private.is_tangent(node):
@@ -306,7 +347,9 @@ def _is_version_checked(node: fx.Node) -> bool:
 
 
 def _saved_fake(node: fx.Node, kind: str) -> torch.Tensor:
-    """The fake value of a random state, or of a copy of a primal."""
+    """The fake value of a token, of a random state, or of a copy of a primal."""
+    if kind == "token":
+        return offload.token_fake(node)
     example = ops.parts_of(node.meta["val"])[0]
     with example.fake_mode:
         if kind == "snapshot":

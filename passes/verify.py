@@ -7,10 +7,11 @@ from torch import fx
 from remat.passes import ops
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered
+from remat.passes.offload import TRANSFER
 from remat.passes.split import OP_INDEX
 from remat.passes.torch_private import partition as private
 from remat.solvers.errors import RematError
-from remat.solvers.schedule import Schedule
+from remat.solvers.schedule import Schedule, Step
 
 
 def verify_joint(joint: JointGraph, after: str) -> None:
@@ -57,6 +58,7 @@ def verify_split(
     if any(not private.is_tangent(node) for node in taken[saved:]):
         raise RematError("backward's last placeholders are not the tangents")
     _verify_order(lowered, schedule, forward, backward)
+    _verify_transfers(lowered, schedule, forward, backward)
 
 
 def _verify_order(
@@ -75,3 +77,30 @@ def _verify_order(
             raise RematError(f"op {position} of the schedule is {names[0]!r}, emitted {names[1]!r}")
     if len(planned) != len(emitted):
         raise RematError(f"the schedule runs {len(planned)} ops, {len(emitted)} were emitted")
+
+
+def _verify_transfers(
+    lowered: Lowered, schedule: Schedule, forward: fx.GraphModule, backward: fx.GraphModule
+) -> None:
+    """Every transfer is there, in order, and nobody reads a reloaded value before its wait."""
+    planned = [step for step in schedule.steps if step.kind in ("offload", "reload", "wait")]
+    emitted: list[Step] = []
+    filling: dict[fx.Node, int] = {}
+    for graph in (forward.graph, backward.graph):
+        for node in graph.nodes:
+            step = node.meta.get(TRANSFER)
+            if step is not None and step.kind == "wait":
+                filling = {made: v for made, v in filling.items() if v != step.index}
+            for source in node.all_input_nodes:
+                if source in filling:
+                    name = lowered.problem.values[filling[source]].name
+                    raise RematError(f"{node.name} reads {name} before its reload has ended")
+            if step is not None:
+                emitted.append(step)
+                if step.kind == "reload":
+                    filling[node] = step.index
+    if planned != emitted:
+        raise RematError(
+            f"the schedule has {len(planned)} steps that transfer a value, {len(emitted)} were "
+            "emitted, or in another order"
+        )

@@ -15,6 +15,7 @@ from remat.passes.fusion import fuse
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered, lower, op_nodes
 from remat.passes.mutation import pin_mutated_reads
+from remat.passes.offload import Place
 from remat.passes.split import split
 from remat.passes.storages import Storages
 from remat.passes.torch_private import partition as private
@@ -40,11 +41,16 @@ def is_product(node: fx.Node) -> bool:
 
 
 def compile_with(
-    function: Callable[..., Any], planner: Planner, *, inlines: bool = False
+    function: Callable[..., Any],
+    planner: Planner,
+    *,
+    inlines: bool = False,
+    place: Place | None = None,
 ) -> tuple[Callable[..., Any], list]:
     """Compile ``function`` so that it runs the schedule ``planner`` gives (None: torch's own).
 
-    With ``inlines``, pointwise values are not stored, as under a compiler that fuses.
+    With ``inlines``, pointwise values are not stored, as under a compiler that fuses. ``place`` is
+    where the schedule offloads to.
     """
     seen: list[Captured] = []
 
@@ -62,7 +68,7 @@ def compile_with(
         seen.append(Captured(joint, lowered, baseline, schedule))
         if schedule is None:
             return own
-        forward, backward = split(lowered, schedule)
+        forward, backward = split(lowered, schedule, place)
         verify_split(lowered, schedule, forward, backward)
         return forward, backward
 
