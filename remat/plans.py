@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remat.plan_rows import (
     DecisionRow,
@@ -25,6 +25,9 @@ from remat.solvers.problem import Op, Problem
 from remat.solvers.schedule import Schedule, Solution, Timeline
 from remat.solvers.simulate import simulate
 from remat.solvers.units import format_bytes
+
+if TYPE_CHECKING:
+    from remat.report.html_curve import Curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,30 @@ class Plan:
         from remat.plan_json import plan_from_json
 
         return plan_from_json(data)
+
+    def to_html(self, path: str | Path, *, frontier: Curve | None = None) -> None:
+        """Write one self-contained page: memory over the step, every decision, graph by layer.
+
+        Args:
+            path: overwritten if it is there.
+            frontier: what ``remat.frontier`` gave for the same step, to be drawn.
+        """
+        from remat.report.html import subject_of, write_page
+
+        write_page(path, subject_of(self), None if frontier is None else frontier.points)
+
+    def why(self, value: str) -> str:
+        """The sentence that explains one decision: its reason, and what the other would do.
+
+        Args:
+            value: a name, as in ``decisions``.
+
+        Raises:
+            InvalidOption: the plan has no such value; the nearest names are given.
+        """
+        from remat.report.why import why
+
+        return why(self, value)
 
     def __str__(self) -> str:
         from remat.report.text import plan_text

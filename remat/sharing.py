@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -28,6 +28,9 @@ from remat.solvers.schedule import Schedule, Solution
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 from remat.solvers.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from remat.report.html_curve import Curve
 
 PLACE: Final = "in the step:"
 """How the note begins that says what place a plan has in a step."""
@@ -205,6 +208,13 @@ class StepPlan:
         from remat.step_json import step_plan_from_json
 
         return step_plan_from_json(data)
+
+    def to_html(self, path: str | Path, *, frontier: Curve | None = None) -> None:
+        """Write one self-contained page, as :meth:`remat.Plan.to_html` does for one graph."""
+        from remat.report.html import write_page
+        from remat.step_page import subject_of_step
+
+        write_page(path, subject_of_step(self), None if frontier is None else frontier.points)
 
     def peak_beside(self, phases: Sequence[Phase], resident: int) -> int:
         """The peak of these plans where other bytes are alive beside the graphs."""

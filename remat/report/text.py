@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
 from remat.solvers.errors import BudgetTooSmall
@@ -13,7 +13,7 @@ from remat.solvers.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from remat.plans import DecisionRow, LayerRow, PhaseRow, Plan
     from remat.solvers.problem import Op, Problem
-    from remat.solvers.schedule import Solution
+    from remat.solvers.schedule import Schedule, Solution, Timeline
 
 WIDTH: Final = 80
 LAYER_ROWS: Final = 16
@@ -247,6 +247,22 @@ def _what_would_help(problem: Problem, least: int, memory_budget: int) -> str:
         f"What would help: memory_budget={least} (or 0.0, the least there is); a smaller batch, "
         "with gradients accumulated over several; shorter sequences or smaller images."
     )
+
+
+def peak_place(
+    problem: Problem, schedule: Schedule, timeline: Timeline, *, short: bool = False
+) -> str:
+    """Where a schedule peaks: ``aten.gelu in transformer.h.3.mlp (model.py:42), backward``."""
+    from remat.plans import op_at
+
+    op = op_at(problem, schedule, timeline.peak_step)
+    if op is not None and short:
+        op = replace(
+            op,
+            target=(op.target or op.name).removesuffix(".default"),
+            source=_file_and_line(op.source),
+        )
+    return _place(op)
 
 
 def _peak_op(problem: Problem, solution: Solution) -> Op | None:

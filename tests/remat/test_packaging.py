@@ -67,6 +67,10 @@ def _modules_of_the_checkout() -> list[str]:
     return sorted(found)
 
 
+def _page_of(wheel: zipfile.ZipFile) -> list[str]:
+    return sorted(name for name in wheel.namelist() if name.startswith("remat/report/page/"))
+
+
 def _modules_of(wheel: zipfile.ZipFile) -> list[str]:
     return sorted(name for name in wheel.namelist() if name.endswith(".py"))
 
@@ -79,6 +83,12 @@ def test_every_folder_with_python_files_is_a_package() -> None:
 def test_wheel_holds_every_module_once(wheel: zipfile.ZipFile) -> None:
     assert _modules_of(wheel) == _modules_of_the_checkout()
     assert "remat/py.typed" in wheel.namelist()
+
+
+def test_wheel_holds_what_a_page_is_made_of(wheel: zipfile.ZipFile) -> None:
+    parts = sorted(path.name for path in (ROOT / "remat" / "report" / "page").iterdir())
+    assert _page_of(wheel) == [f"remat/report/page/{name}" for name in parts]
+    assert "page.html" in parts
 
 
 def test_wheel_declares_how_to_enter(wheel: zipfile.ZipFile) -> None:
@@ -99,7 +109,9 @@ def test_a_wheel_from_the_sdist_is_the_same(
         assert not any(member.issym() for member in archive.getmembers())
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert _modules_of(_build_wheel(unpacked, tmp_path)) == _modules_of(wheel)
+    again = _build_wheel(unpacked, tmp_path)
+    assert _modules_of(again) == _modules_of(wheel)
+    assert _page_of(again) == _page_of(wheel)
 
 
 def test_links_lead_to_the_layers() -> None:

@@ -1,0 +1,170 @@
+"""The sentence that explains one decision."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from remat.plan_rows import runs_again
+from remat.report.changes import NOT_KEEPABLE, Change, change
+from remat.solvers.errors import InvalidOption
+from remat.solvers.problem import Problem
+from remat.solvers.schedule import Decision, decisions
+from remat.solvers.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from remat.plans import Plan
+
+_VERB: Final = {
+    Decision.KEEP: "is kept",
+    Decision.RECOMPUTE: "is recomputed",
+    Decision.OFFLOAD: "is offloaded",
+}
+
+
+def why(plan: Plan, value: str) -> str:
+    """Why ``value`` is kept, recomputed or offloaded, and what the other choice would do.
+
+    Raises:
+        InvalidOption: the plan has no such value; the nearest names are given.
+    """
+    problem = plan.problem
+    index = _find(problem, value)
+    decision = decisions(problem, plan.solution.schedule).get(index)
+    if decision is None:
+        return f"{_named(problem, index)} {_no_decision(problem, index)}."
+    case = _Case(plan, index, decision)
+    return f"{_named(problem, index)} {_VERB[decision]}: {case.reason()}."
+
+
+def _find(problem: Problem, value: str) -> int:
+    names = [held.name for held in problem.values]
+    if value in names:
+        return names.index(value)
+    near = difflib.get_close_matches(value, names, n=3)
+    hint = f"; near it are {', '.join(near)}" if near else "; plan.decisions has the names"
+    raise InvalidOption(f"the plan has no value {value!r}{hint}")
+
+
+def _named(problem: Problem, index: int) -> str:
+    """``gelu_3 (8.00 MiB, transformer.h.3.mlp.act, modeling_gpt2.py:312)``."""
+    held, producer = problem.values[index], problem.producer[index]
+    parts = [format_bytes(held.bytes)]
+    if producer >= 0:
+        op = problem.ops[producer]
+        parts += [part for part in (op.layer, op.source) if part]
+    return f"{held.name} ({', '.join(parts)})"
+
+
+def _no_decision(problem: Problem, index: int) -> str:
+    held, producer = problem.values[index], problem.producer[index]
+    if held.owned:
+        return "is resident: the caller owns it, and no plan changes that"
+    if held.tangent:
+        return "arrives with backward, so there is nothing to decide"
+    if held.output == "forward":
+        return "is returned by forward, so it is there to the end"
+    if producer >= 0 and problem.ops[producer].phase == "backward":
+        return "is made in backward: it is held until its last reader, under any plan"
+    if producer >= 0 and problem.ops[producer].phase == "deferred":
+        return "is first made in backward, where it is first read: nothing waits"
+    return "needs no decision: backward does not read it, so it is freed in forward"
+
+
+@dataclass(frozen=True)
+class _Case:
+    plan: Plan
+    index: int
+    decision: Decision
+
+    def reason(self) -> str:
+        plan = self.plan
+        other = change(plan.problem, plan.solution.schedule, self.index, self.decision, None)
+        if self.decision is Decision.KEEP:
+            return self._kept(other)
+        if self.decision is Decision.RECOMPUTE:
+            return self._recomputed(other)
+        return f"it waits for backward elsewhere. {self._if_kept(other)}"
+
+    def _kept(self, other: Change) -> str:
+        plan = self.plan
+        if other.timeline is None:
+            return f"{other.refused}"
+        cost, peak = self._differences(other)
+        again = f"to recompute it would take {_more(cost)}"
+        if plan.memory_budget is None or plan.solution.solver == "baseline":
+            met = (
+                "no budget was asked for"
+                if plan.memory_budget is None
+                else "what runs unasked is within the budget"
+            )
+            return f"{met}; {again} and {_change_of_peak(peak)}"
+        if peak >= 0:
+            gains = "would not lower the peak" if peak == 0 else f"{_change_of_peak(peak)}"
+            return f"{again} and {gains}{self._where(peak)}"
+        return (
+            f"{again} and {_change_of_peak(peak)}, which the budget of "
+            f"{format_bytes(plan.memory_budget)} does not ask for"
+        )
+
+    def _where(self, peak: int) -> str:
+        alive = self.index in self.plan.solution.timeline.alive_at_peak
+        if peak > 0:
+            return ", because of what it is made from"
+        return "" if alive else ", where it is not alive"
+
+    def _recomputed(self, other: Change) -> str:
+        plan, problem = self.plan, self.plan.problem
+        producer = problem.producer[self.index]
+        times = runs_again(plan.solution.schedule)[producer]
+        op = problem.ops[producer]
+        often = "again" if times == 1 else f"{times} times again"
+        head = (
+            f"{op.target or op.name} runs {often}, {_share(plan, times * op.seconds)}, and its "
+            f"{format_bytes(problem.values[self.index].bytes)} need not wait for backward"
+        )
+        if other.refused == NOT_KEEPABLE:
+            return f"it was decided that it may not be kept; {head}"
+        return f"{head}. {self._if_kept(other)}"
+
+    def _if_kept(self, other: Change) -> str:
+        if other.timeline is None:
+            return f"It cannot simply be kept: {other.refused}"
+        plan = self.plan
+        cost, _ = self._differences(other)
+        new, budget = other.timeline.peak, plan.memory_budget
+        saves = f"save {format_seconds(-cost)}" if cost < 0 else "save no time"
+        text = f"Kept, it would {saves}, and the peak would be {format_bytes(new)}"
+        if budget is None:
+            return text
+        if new > budget:
+            return f"{text}, {format_bytes(new - budget)} over the budget"
+        rest = f"{text}, still within the budget"
+        if cost >= 0:
+            return rest
+        return f"{rest}: the solver left this, within its gap of {100 * plan.gap:.2f} %"
+
+    def _differences(self, other: Change) -> tuple[float, int]:
+        assert other.timeline is not None
+        now = self.plan.solution.timeline
+        return other.timeline.seconds - now.seconds, other.timeline.peak - now.peak
+
+
+def _more(seconds: float) -> str:
+    if seconds <= 0:
+        return "no time"
+    return f"{format_seconds(seconds)} more"
+
+
+def _share(plan: Plan, seconds: float) -> str:
+    step = plan.baseline_timeline.seconds
+    share = f" ({100 * seconds / step:.2f} % of the step)" if step > 0 else ""
+    return f"which takes {format_seconds(seconds)}{share}"
+
+
+def _change_of_peak(change: int) -> str:
+    if change == 0:
+        return "leave the peak as it is"
+    way = "lower" if change < 0 else "raise"
+    return f"{way} the peak by {format_bytes(abs(change))}"

@@ -1,0 +1,56 @@
+"""The page of a whole step: several graphs that share one budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from remat.report.html_data import Subject
+from remat.solvers.simulate import simulate
+
+if TYPE_CHECKING:
+    from remat.joined import Joined
+    from remat.sharing import StepPlan
+
+
+def subject_of_step(step: StepPlan) -> Subject:
+    """What a page about the plan of a whole step shows."""
+    problem, calls = step.joined.problem, step.plans
+    timeline = simulate(problem.unrestricted, step.baseline)
+    first = calls[0] if calls else None
+    old_flops = timeline.flops
+    return Subject(
+        title=f"remat plan: {problem.name}",
+        facts=()
+        if first is None
+        else (
+            ("", f"{first.executor} on {first.device}"),
+            ("costs", problem.cost),
+            ("torch", first.torch_version),
+            ("remat", first.remat_version),
+        ),
+        problem=problem,
+        solution=step.solution,
+        baseline=step.baseline,
+        baseline_timeline=timeline,
+        memory_budget=step.memory_budget,
+        peak=step.peak,
+        replayed_peak=None,
+        least_peak=step.least_peak,
+        extra_time=step.extra_time,
+        extra_flops=step.solution.timeline.flops / old_flops - 1 if old_flops else 0.0,
+        notes=tuple(dict.fromkeys(note for plan in calls for note in plan.notes)),
+        text=str(step),
+        marks=_marks(step.joined),
+    )
+
+
+def _marks(joined: Joined) -> tuple[tuple[int, str], ...]:
+    """(op, label) where each phase of the step begins."""
+    marks, seen = [], set()
+    for index, (origin, at) in enumerate(zip(joined.origin, joined.phase_of, strict=True)):
+        if origin is None and at not in seen:
+            seen.add(at)
+            phase = joined.phases[at]
+            call = "" if phase.call < 0 else f" {phase.call}"
+            marks.append((at, index, f"{phase.kind}{call}"))
+    return tuple((index, label) for _, index, label in sorted(marks))
