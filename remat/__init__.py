@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from remat.solvers.errors import InvalidOption as InvalidOption
     from remat.solvers.errors import PlanMismatch as PlanMismatch
     from remat.solvers.errors import RematError as RematError
+    from remat.whole_step import compile_step as compile_step
 
 _HOME: Final = {
     "compare": "remat.comparison",
     "compile": "remat.api",
+    "compile_step": "remat.whole_step",
     "plan": "remat.api",
     "export": "remat.exports",
     "frontier": "remat.frontiers",
@@ -52,6 +54,7 @@ __all__ = [
     "__version__",
     "compare",
     "compile",
+    "compile_step",
     "export",
     "frontier",
     "measure",

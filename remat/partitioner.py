@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -114,12 +114,55 @@ def partition(
     device = main_device(tensor for node in joint.nodes for tensor in tensors_of(node))
     spec = find_device(options.device or device)
     made = _lower(joint, joint_inputs, spec, device, options, ledger, torch_options)
-    undecided, own, decided = made.lowered.problem, made.own, Decided.of(options)
-    if ledger.one_of_several:
-        decided = decided.known_in(undecided)
-    lowered = dataclasses.replace(made.lowered, problem=decided.constrain(undecided))
-    baseline = baseline_schedule(lowered, *own)
-    chosen = _choose(lowered, undecided, baseline, options, graph_hash, spec)
+    own = made.own
+    lowered, plan = make_plan(
+        made.lowered,
+        lambda decided: baseline_schedule(decided, *own),
+        options,
+        spec,
+        graph_hash=graph_hash,
+        notes=_notes(made, regions, spec, device),
+        one_of_several=ledger.one_of_several,
+    )
+    schedule = plan.solution.schedule
+    wrong = reads_overwritten(joint, own[1])
+    if schedule == plan.baseline and not (plan.keep or plan.recompute) and not wrong:
+        return Partition(*own, plan)
+    forward, backward = split(lowered, schedule)
+    verify_split(lowered, schedule, forward, backward)
+    if options.executor == "inductor":
+        hold_products(backward.graph)
+        backward.recompile()
+    return Partition(forward, backward, plan)
+
+
+def make_plan(
+    undecided: Lowered,
+    unasked: Callable[[Lowered], Schedule],
+    options: Options,
+    spec: DeviceSpec,
+    *,
+    graph_hash: str,
+    notes: tuple[str, ...] = (),
+    one_of_several: bool = False,
+) -> tuple[Lowered, Plan]:
+    """Plan a lowered graph: the problem with the user's decisions in it, and what was decided.
+
+    Args:
+        undecided: without the user's decisions.
+        unasked: what the executor does unasked, for the lowered graph with those decisions.
+        one_of_several: a pattern of modules may mean one of another graph.
+
+    Raises:
+        BudgetTooSmall: no plan fits.
+        PlanMismatch: ``options.plan`` belongs to another graph.
+    """
+    decided = Decided.of(options)
+    if one_of_several:
+        decided = decided.known_in(undecided.problem)
+    lowered = dataclasses.replace(undecided, problem=decided.constrain(undecided.problem))
+    baseline = unasked(lowered)
+    chosen = _choose(lowered, undecided.problem, baseline, options, graph_hash, spec)
     plan = Plan(
         remat_version=__version__,
         torch_version=torch.__version__,
@@ -131,18 +174,10 @@ def partition(
         solution=chosen.solution,
         baseline=baseline,
         least_peak=chosen.least_peak,
-        notes=(*_notes(made, regions, spec, device), *decided.notes(undecided)),
+        notes=(*notes, *decided.notes(undecided.problem)),
         **dataclasses.asdict(decided),
     )
-    wrong = reads_overwritten(joint, own[1])
-    if chosen.solution.schedule == baseline and not decided and not wrong:
-        return Partition(*own, plan)
-    forward, backward = split(lowered, chosen.solution.schedule)
-    verify_split(lowered, chosen.solution.schedule, forward, backward)
-    if options.executor == "inductor":
-        hold_products(backward.graph)
-        backward.recompile()
-    return Partition(forward, backward, plan)
+    return lowered, plan
 
 
 def _lower(

@@ -1,0 +1,193 @@
+"""Private torch: a function that computes gradients inside, traced into one functional graph.
+
+Two passes of torch's tracer: the first runs the function, its autograd and its in-place writes on
+fake tensors; the second makes the graph functional, so that every write into an input is one
+``copy_`` at the end. What the first pass knows of a node (whether autograd ran, which module) is
+stamped on it and carried over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.traceback import preserve_node_meta
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+SPAN: Final = "remat_span"
+"""Node metadata: when the node was traced, one of ``"forward"`` (before the first backward),
+``"backward"`` (inside one), ``"after"``."""
+
+DEPENDS_ON_DATA: Final = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+"""What tracing raises where the function asks a tensor for its content."""
+
+_COPIED: Final = (SPAN, "nn_module_stack", "stack_trace")
+
+
+def trace_functional(
+    function: Callable[..., Any], inputs: Sequence[Any], paths: dict[nn.Module, str]
+) -> fx.GraphModule:
+    """``function(*inputs)`` as a graph of ATen ops; writes into inputs are ``copy_`` at its end.
+
+    Args:
+        inputs: fake tensors of one mode.
+        paths: the path of every module that may be called, for ``nn_module_stack``.
+    """
+    marker = _Marker(paths)
+    with preserve_node_meta(), enable_python_dispatcher(), marker.hooks():
+        traced = make_fx(
+            marker.watched(function),
+            tracing_mode="fake",
+            record_stack_traces=True,
+            _error_on_data_dependent_ops=False,
+        )(*inputs)
+    _drop_profiling(traced)
+    interpreter = _Stamping(traced)
+
+    def run(*args: Any) -> Any:
+        return interpreter.run(*args)
+
+    plain = [item.detach() if isinstance(item, torch.Tensor) else item for item in inputs]
+    with enable_python_dispatcher():
+        functional: fx.GraphModule = make_fx(
+            torch.func.functionalize(run, remove="mutations"),
+            tracing_mode="fake",
+            _error_on_data_dependent_ops=False,
+        )(*plain)
+    return functional
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of static shape; two of one real tensor are one."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+@contextlib.contextmanager
+def as_traced() -> Iterator[None]:
+    """Around the run of a traced graph: its casts are in it, and its autograd is."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+class _Marker:
+    """Stamps the nodes of the trace as they come: the span, and the modules that are running."""
+
+    def __init__(self, paths: dict[nn.Module, str]) -> None:
+        self._paths = paths
+        self._span = "forward"
+        self._running: list[nn.Module] = []
+        self._last: fx.Node | None = None
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, called inside the trace."""
+
+        def call(*args: Any) -> Any:
+            # Whoever asks for gradients (grad, backward, Tensor.backward) comes through here.
+            engine = torch.autograd._engine_run_backward
+            torch.autograd._engine_run_backward = self._backward_by(engine)
+            try:
+                result = function(*args)
+            finally:
+                torch.autograd._engine_run_backward = engine
+            self._stamp()
+            return result
+
+        return call
+
+    def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._stamp()
+            self._span = "backward"
+            result = engine(*args, **kwargs)
+            self._stamp()
+            self._span = "after"
+            return result
+
+        return run
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Watching which module runs."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stamp()
+            self._running.append(module)
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._stamp()
+            self._running.pop()
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stamp(self) -> None:
+        """Mark all nodes since the last time."""
+        stack = {
+            str(depth): (self._paths[module], type(module))
+            for depth, module in enumerate(self._running)
+            if self._paths.get(module)
+        }
+        for node in _new_nodes(self._last):
+            node.meta[SPAN] = self._span
+            if stack and self._span == "forward":
+                node.meta["nn_module_stack"] = stack
+            self._last = node
+
+
+class _Stamping(fx.Interpreter):
+    """Runs a graph inside another trace, and stamps the nodes that come of each of its own."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        last = _last_node()
+        result = super().run_node(n)
+        for node in _new_nodes(last):
+            node.meta.update({key: n.meta[key] for key in _COPIED if key in n.meta})
+        return result
+
+
+def _last_node() -> fx.Node | None:
+    mode = get_proxy_mode()
+    assert mode is not None, "inside a trace"
+    return next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def _new_nodes(after: fx.Node | None) -> Iterator[fx.Node]:
+    """The nodes of the running trace that come after ``after``."""
+    newest = _last_node()
+    found: list[fx.Node] = []
+    while newest is not None and newest is not after and newest.op != "root":
+        found.append(newest)
+        newest = newest.prev
+    yield from reversed(found)
+
+
+def _drop_profiling(traced: fx.GraphModule) -> None:
+    for node in reversed(traced.graph.nodes):
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler":
+            traced.graph.erase_node(node)
+    traced.recompile()

@@ -1,0 +1,333 @@
+"""Where a step finds its tensors: modules, optimizers, arguments; swapped for others and back.
+
+A *slot* is one place that holds a tensor: a parameter or buffer of a module, its gradient, an entry
+of an optimizer's state, an argument. While a step is traced, the slots hold fake tensors; when it
+has run, those that the step bound anew are bound to what the graph returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from remat.solvers.errors import InvalidOption
+
+_PLAIN: Final = (int, float, str, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of an optimizer's state: of the parameter ``parameter`` (an input), by ``key``."""
+
+    optimizer: int
+    parameter: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A name that a function reads, what it means, and how to make it mean something else."""
+
+    content: Any
+    put: Callable[[Any], None]
+
+
+@dataclass
+class Places:
+    """The modules, optimizers and tensors of one call, and the inputs they make.
+
+    Attributes:
+        modules, optimizers: what was found, outermost first.
+        holders: where the function finds tensors by name.
+        arguments: (args, kwargs) of the call.
+        inputs: every tensor once, in the order it was met.
+        paths: of every module, for people.
+    """
+
+    modules: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    tensors: list[torch.Tensor]
+    holders: list[Holder]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    paths: dict[nn.Module, str] = field(default_factory=dict)
+    _index: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        function: Callable[..., Any], state: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Places:
+        """Look through what a function can name, ``state``, and the arguments of a call.
+
+        Raises:
+            InvalidOption: ``state`` holds what is neither module nor optimizer.
+        """
+        roots, holders = reach(function, state)
+        found = Places([], [], [], holders, (args, kwargs))
+        named = pytree.tree_leaves([holder.content for holder in holders])
+        for root in (*roots, *pytree.tree_leaves((args, kwargs)), *named):
+            found._look(root)
+        several = len(found.modules) > 1
+        for number, module in enumerate(found.modules):
+            for path, part in module.named_modules():
+                head = f"{type(module).__name__.lower()}{number or ''}"
+                full = ".".join(filter(None, (head, path))) if several else path
+                found.paths.setdefault(part, full)
+        for tensor in found._all_tensors():
+            found._add(tensor)
+            if tensor.is_leaf and tensor.grad is not None:
+                found._add(tensor.grad)
+        return found
+
+    def _look(self, root: object) -> None:
+        kinds: dict[type, list[Any]] = {
+            nn.Module: self.modules, torch.optim.Optimizer: self.optimizers,
+            torch.Tensor: self.tensors,
+        }  # fmt: skip
+        for kind, known in kinds.items():
+            if isinstance(root, kind) and not any(item is root for item in known):
+                known.append(root)
+
+    def _all_tensors(self) -> Iterator[torch.Tensor]:
+        for module in self.modules:
+            yield from (*module.parameters(), *module.buffers())
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from self.tensors
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self._index:
+            self._index[id(tensor)] = len(self.inputs)
+            self.inputs.append(tensor)
+
+    def index(self, tensor: object) -> int | None:
+        """Which input the tensor is, or None."""
+        return self._index.get(id(tensor))
+
+    def rates(self) -> list[tuple[dict[str, Any], float]]:
+        """The groups whose learning rate is a number: it is read anew in every call."""
+        return [
+            (group, group["lr"])
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            if isinstance(group.get("lr"), float)
+        ]
+
+    def signature(self) -> tuple[Any, ...]:
+        """All that a graph of this call depends on, but for contents of tensors."""
+        metadata = tuple(
+            (t.dtype, tuple(t.shape), t.stride(), str(t.device), t.requires_grad, t.is_leaf)
+            for t in self.inputs
+        )
+        gradients = tuple(
+            self.index(t.grad) if t.is_leaf and t.grad is not None else None for t in self.inputs
+        )
+        named = [holder.content for holder in self.holders]
+        leaves, spec = pytree.tree_flatten((self.arguments, named))
+        return (
+            metadata,
+            gradients,
+            tuple(self._describe(leaf) for leaf in leaves),
+            str(spec),
+            tuple((id(m), p.training) for m in self.modules for p in m.modules()),
+            tuple(self._slots()),
+            tuple(self._of_optimizers()),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_default_dtype(),
+        )
+
+    def _describe(self, leaf: object) -> object:
+        found = self.index(leaf)
+        if found is not None:
+            return ("input", found)
+        return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+
+    def _slots(self) -> Iterator[object]:
+        for module in self.modules:
+            for part in module.modules():
+                for held in (part._parameters, part._buffers):
+                    yield tuple((name, self.index(value)) for name, value in held.items())
+
+    def _of_optimizers(self) -> Iterator[object]:
+        for optimizer in self.optimizers:
+            yield id(optimizer)
+            for group in optimizer.param_groups:
+                lifted = isinstance(group.get("lr"), float)
+                yield tuple(
+                    (name, self._describe(value))
+                    for name, value in group.items()
+                    if name != "params" and not (name == "lr" and lifted)
+                )
+                yield tuple(map(self.index, group["params"]))
+            for parameter, state in optimizer.state.items():
+                described = tuple((key, self._describe(value)) for key, value in state.items())
+                yield self.index(parameter), described
+
+    @contextlib.contextmanager
+    def swapped(self, others: list[torch.Tensor], rates: list[Any]) -> Iterator[Swapped]:
+        """Every slot holds ``others[i]`` instead of input ``i``, and the groups ``rates``."""
+        swapped = Swapped(self, others)
+        undo: list[Callable[[], None]] = []
+        try:
+            undo += [_swap_holder(holder, swapped) for holder in self.holders]
+            undo += _swap_modules(self, swapped)
+            undo += _swap_optimizers(self, swapped, rates)
+            for tensor, other in zip(self.inputs, others, strict=True):
+                if tensor.is_leaf and other.is_leaf:
+                    other.grad = None if tensor.grad is None else swapped.of(tensor.grad)
+            yield swapped
+        finally:
+            for restore in reversed(undo):
+                restore()
+
+
+@dataclass
+class Swapped:
+    """The tensors that stand in the slots for the time being."""
+
+    places: Places
+    others: list[torch.Tensor]
+
+    def of(self, tensor: Any) -> Any:
+        """What stands for ``tensor``; itself if it is no input."""
+        found = self.places.index(tensor)
+        return tensor if found is None else self.others[found]
+
+    def arguments(self) -> Any:
+        """(args, kwargs) with what stands for their tensors."""
+        return pytree.tree_map(self.of, self.places.arguments)
+
+    def input_of(self, other: object) -> int | None:
+        """Which input ``other`` stands for, or None."""
+        return next((i for i, item in enumerate(self.others) if item is other), None)
+
+    def new_gradients(self) -> dict[int, torch.Tensor | None]:
+        """Inputs whose ``.grad`` is another object than before, and what it is."""
+        found: dict[int, torch.Tensor | None] = {}
+        for index, (tensor, other) in enumerate(zip(self.places.inputs, self.others, strict=True)):
+            if not (tensor.is_leaf and other.is_leaf):
+                continue
+            before = None if tensor.grad is None else self.of(tensor.grad)
+            if other.grad is not before:
+                found[index] = other.grad
+        return found
+
+    def new_state(self) -> dict[Entry, Any]:
+        """Entries of optimizers' states that are other objects than before, tensors or numbers."""
+        found: dict[Entry, Any] = {}
+        for number, optimizer in enumerate(self.places.optimizers):
+            for parameter, state in optimizer.state.items():
+                index = self.input_of(parameter)
+                if index is None:
+                    continue
+                before = self._before(number, index)
+                for key, value in state.items():
+                    known = before.get(key, found)
+                    same = self.of(known) is value or (type(value) in _PLAIN and known == value)
+                    if not same:
+                        found[Entry(number, index, key)] = value
+        return found
+
+    def _before(self, number: int, index: int) -> Mapping[str, Any]:
+        states: Mapping[Any, Any] = self._states[number]
+        return states.get(self.places.inputs[index], {})
+
+    _states: list[Mapping[Any, Any]] = field(default_factory=list)
+
+
+def _swap_holder(holder: Holder, swapped: Swapped) -> Callable[[], None]:
+    holder.put(pytree.tree_map(swapped.of, holder.content))
+    return partial(holder.put, holder.content)
+
+
+def _swap_modules(places: Places, swapped: Swapped) -> list[Callable[[], None]]:
+    undo: list[Callable[[], None]] = []
+    for module in places.modules:
+        for part in module.modules():
+            for held in (part._parameters, part._buffers):
+                before: dict[str, Any] = dict(held)
+                undo.append(partial(_refill, held, before))
+                held.update({name: swapped.of(value) for name, value in before.items()})
+    return undo
+
+
+def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
+    held.clear()
+    held.update(before)
+
+
+def _swap_optimizers(
+    places: Places, swapped: Swapped, rates: list[Any]
+) -> list[Callable[[], None]]:
+    undo: list[Callable[[], None]] = []
+    for (group, before), rate in zip(places.rates(), rates, strict=True):
+        undo.append(partial(group.__setitem__, "lr", before))
+        group["lr"] = rate
+    for optimizer in places.optimizers:
+        state = optimizer.state
+        swapped._states.append(state)
+        undo.append(partial(setattr, optimizer, "state", state))
+        entries = {
+            swapped.of(parameter): {key: swapped.of(value) for key, value in held.items()}
+            for parameter, held in state.items()
+        }
+        optimizer.state = defaultdict(dict, entries)
+        for group in optimizer.param_groups:
+            params = group["params"]
+            undo.append(partial(group.__setitem__, "params", params))
+            group["params"] = [swapped.of(parameter) for parameter in params]
+    return undo
+
+
+def reach(function: Callable[..., Any], state: object) -> tuple[list[object], list[Holder]]:
+    """The modules and optimizers a function can reach by name, and those of ``state``; and where it
+    finds tensors by name.
+
+    Raises:
+        InvalidOption: ``state`` holds something else.
+    """
+    found: list[object] = []
+    for leaf in pytree.tree_leaves(state):
+        if not isinstance(leaf, nn.Module | torch.optim.Optimizer):
+            raise InvalidOption(
+                f"state= takes modules, optimizers and containers of them, and {leaf!r:.60} is "
+                "none; hand tensors over as arguments"
+            )
+        found.append(leaf)
+    holders = []
+    for holder in _named(function):
+        leaves = pytree.tree_leaves(holder.content)
+        found += [item for item in leaves if isinstance(item, nn.Module | torch.optim.Optimizer)]
+        if any(isinstance(item, torch.Tensor) for item in leaves):
+            holders.append(holder)
+    return found, holders
+
+
+def _named(function: Callable[..., Any]) -> Iterator[Holder]:
+    """What the code of a function can name: closure, globals, attributes of ``self``."""
+    bound = getattr(function, "__self__", None)
+    inner: Any = getattr(function, "__func__", function)
+    if isinstance(bound, nn.Module | torch.optim.Optimizer):
+        yield Holder(bound, lambda _: None)
+    elif hasattr(bound, "__dict__"):
+        for name, value in list(vars(bound).items()):
+            yield Holder(value, partial(vars(bound).__setitem__, name))
+    for cell in getattr(inner, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            yield Holder(cell.cell_contents, partial(setattr, cell, "cell_contents"))
+    code, known = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
+    for name in code.co_names if code is not None else ():
+        if name in known:
+            yield Holder(known[name], partial(known.__setitem__, name))

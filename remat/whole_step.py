@@ -1,0 +1,325 @@
+"""``remat.compile_step``: loss, gradients and the optimizer's update in one graph.
+
+The step is traced with all its tensors as inputs of a function: parameters, buffers, gradients,
+optimizer state, arguments. What it returns, and what it binds anew (a gradient, a fresh entry of an
+optimizer's state), are outputs; what it writes in place is updated in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, overload
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from remat.cost.device import find_device
+from remat.cost.model import CostModel
+from remat.measurement import resident_bytes
+from remat.options import Options
+from remat.partitioner import make_plan
+from remat.passes.emit_step import emit_step
+from remat.passes.lower import lower, op_nodes
+from remat.passes.storages import main_device
+from remat.passes.torch_private import dynamo, tracing
+from remat.passes.updates import program_order, with_updates
+from remat.passes.whole_step import StepGraph, step_storages
+from remat.plans import Plan
+from remat.solvers.errors import CaptureError, InvalidOption, RematError
+from remat.step_places import Entry, Places, Swapped
+
+_LIMIT: Final = 8
+_REFUSED: Final = ("offload", "double_backward", "inductor", "plan", "optimizer")
+
+Graph = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What a step leaves behind beside its updates.
+
+    Attributes:
+        result: the returned tree: leaves are ``("input", i)``, ``("output", i)`` or
+            ``("plain", value)``.
+        gradients: input → output that is its new ``.grad``, or None where it is dropped.
+        state: entry of an optimizer's state → leaf, as in ``result``.
+    """
+
+    result: list[tuple[str, Any]]
+    tree: Any
+    gradients: dict[int, tuple[str, Any]]
+    state: dict[Entry, tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One traced step, planned and ready to run."""
+
+    graph: Graph
+    bound: _Bound
+    plan: Plan
+
+
+class CompiledStep:
+    """A training step in one graph; call it like the function.
+
+    What it returns has no autograd history: the gradients were computed inside.
+
+    Attributes:
+        plans: one for each kind of call so far (other sizes, a fresh optimizer), in order.
+    """
+
+    def __init__(self, function: Callable[..., Any], state: object, options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._state = state
+        self._options = options
+        self._captured: dict[Any, _Captured] = {}
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """See the class."""
+        return tuple(captured.plan for captured in self._captured.values())
+
+    @dynamo.uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        places = Places.of(self._function, self._state, args, kwargs)
+        key = places.signature()
+        if key not in self._captured:
+            self._check_limit()
+            self._captured[key] = _capture(self._function, places, self._options)
+        return _run(self._captured[key], places)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for a call with these arguments; the step is traced, not run.
+
+        Raises:
+            BudgetTooSmall: no plan fits.
+            CaptureError: the step cannot be one graph.
+        """
+        places = Places.of(self._function, self._state, args, kwargs)
+        return _capture(self._function, places, self._options, run=False).plan
+
+    def _check_limit(self) -> None:
+        if len(self._captured) >= _LIMIT:
+            raise CaptureError(
+                f"the step was captured {_LIMIT} times, and comes different again: a number it is "
+                "called with, a size, or an option of its optimizer changes from call to call. "
+                "Numbers become part of the graph: give them as tensors (a learning rate in "
+                "param_groups is read anew anyway), and pad inputs to fewer shapes"
+            )
+
+
+@overload
+def compile_step(function: Callable[..., Any], **options: Any) -> CompiledStep: ...
+@overload
+def compile_step(
+    function: None = None, **options: Any
+) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile_step(
+    function: Callable[..., Any] | None = None, *, state: object = (), **options: Any
+) -> Any:
+    """Compile a whole training step into one graph within a memory budget; also a decorator.
+
+    The function computes its gradients inside, by ``torch.autograd.grad`` or ``backward()``, and
+    may update parameters, by hand or by an optimizer's ``step()``. Nothing is saved at a boundary
+    between forward and backward; values are kept or computed again wherever it pays, and updates
+    run as early as that lowers the peak. ::
+
+        @remat.compile_step(memory_budget="16GiB")
+        def step(batch):
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+    Args:
+        function: the step. Modules, optimizers and tensors are found in its arguments, its
+            closure, the globals it names, and ``self``.
+        state: further modules and optimizers, that it reaches in other ways.
+        options: see :class:`remat.Options`; the executors are ``"eager"`` (the default) and
+            ``"cudagraph"``.
+
+    Raises:
+        InvalidOption: an option is wrong, or means nothing here.
+        BudgetTooSmall: (at the first call) no plan keeps the budget.
+        CaptureError: (at the first call) the step cannot be one graph.
+    """
+    checked = Options.make(**{"executor": "eager", **options})
+    if checked.executor == "inductor":
+        raise InvalidOption(
+            'compile_step runs a step by executor="eager" or "cudagraph", not "inductor"; '
+            "remat.compile compiles the loss with inductor"
+        )
+    for name in _REFUSED:
+        if options.get(name):
+            raise InvalidOption(
+                f"{name}= says nothing to compile_step in this version; leave it out"
+                + (" (the optimizer is found where the step uses it)" * (name == "optimizer"))
+            )
+    if function is None:
+        return lambda given: CompiledStep(given, state, checked)
+    if not callable(function) or isinstance(function, torch.nn.Module):
+        raise InvalidOption(
+            f"compile_step takes the function of a whole step, not {type(function).__name__}; a "
+            "module is for remat.compile"
+        )
+    return CompiledStep(function, state, checked)
+
+
+def _capture(
+    function: Callable[..., Any], places: Places, options: Options, *, run: bool = True
+) -> _Captured:
+    step, bound = _trace(function, places)
+    device = main_device(places.inputs)
+    spec = find_device(options.device or device)
+    storages = step_storages(step, spec.granularity, device.type)
+    here = run and spec.torch_device is not None
+    model = CostModel(spec, options.cost or ("measured" if here else "roofline"), run=run)
+    lowered = lower(
+        step,
+        storages,
+        model.costs(op_nodes(step, storages)),
+        fixed_bytes=resident_bytes(
+            [*places.inputs, *_rate_tensors(places)], device, spec.granularity
+        ),
+        cost=f"{model.mode} on {spec.name}",
+    )
+    lowered, plan = make_plan(
+        with_updates(lowered, step, spec.bandwidth),
+        lambda decided: program_order(decided.problem),
+        options,
+        spec,
+        graph_hash=step.hash,
+        notes=("a whole step in one graph: loss, gradients, updates", *lowered.kept),
+    )
+    made = emit_step(lowered, plan.solution.schedule)
+    return _Captured(_runner(made, options, places), bound, plan)
+
+
+def _runner(made: fx.GraphModule, options: Options, places: Places) -> Graph:
+    if options.executor != "cudagraph":
+        return made
+    raise InvalidOption('executor="cudagraph" is not in this version; write "eager"')
+
+
+def _trace(function: Callable[..., Any], places: Places) -> tuple[StepGraph, _Bound]:
+    bound: list[_Bound] = []
+    mode = dynamo.fake_mode()
+    count = len(places.inputs)
+    groups = [group for group, _ in places.rates()]
+
+    def flat(*given: Any) -> list[Any]:
+        others, rates = list(given[:count]), [rate.item() for rate in given[count:]]
+        with places.swapped(others, rates) as swapped, torch.enable_grad():
+            args, kwargs = swapped.arguments()
+            result = function(*args, **kwargs)
+            _check_rates(groups, rates)
+            outputs, found = _read(swapped, result)
+        bound.append(found)
+        return outputs
+
+    given = [*places.inputs, *_rate_tensors(places)]
+    fakes = [tracing.fake_like(mode, tensor) for tensor in given]
+    try:
+        module = tracing.trace_functional(flat, fakes, places.paths)
+    except tracing.DEPENDS_ON_DATA as error:
+        raise CaptureError(
+            "the step asks a tensor for its content and goes on from there (item(), bool(), a size "
+            f"that depends on data): {_first_line(error)}. One graph cannot: move it out of the "
+            "step, or use remat.compile"
+        ) from error
+    except RematError:
+        raise
+    except Exception as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise CaptureError(
+            "the step reads a tensor that is no argument, no variable it names, and in none of the "
+            "modules and optimizers it names: hand it over as an argument, or its module by state="
+        ) from error
+    step = StepGraph.of(module)
+    _check_aliases(step, places)
+    return step, bound[0]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _rate_tensors(places: Places) -> list[torch.Tensor]:
+    return [torch.tensor(rate, dtype=torch.float64) for _, rate in places.rates()]
+
+
+def _check_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        if group["lr"] is not rate:
+            raise CaptureError(
+                "the step changes the learning rate of its optimizer: call the scheduler outside "
+                "the step; the rate is read anew in every call"
+            )
+
+
+def _read(swapped: Swapped, result: Any) -> tuple[list[Any], _Bound]:
+    """The outputs of the traced function, and what each is."""
+    outputs: list[Any] = []
+
+    def leaf(value: Any) -> tuple[str, Any]:
+        number = isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool)
+        if not (isinstance(value, torch.Tensor) or number):
+            return "plain", value
+        known = swapped.input_of(value)
+        if known is not None:
+            return "input", known
+        for index, output in enumerate(outputs):
+            if output is value:
+                return "output", index
+        outputs.append(value.detach() if isinstance(value, torch.Tensor) else value)
+        return "output", len(outputs) - 1
+
+    leaves, tree = pytree.tree_flatten(result)
+    found = _Bound(
+        [leaf(value) for value in leaves],
+        tree,
+        {index: leaf(value) for index, value in swapped.new_gradients().items()},
+        {entry: leaf(value) for entry, value in swapped.new_state().items()},
+    )
+    return outputs, found
+
+
+def _check_aliases(step: StepGraph, places: Places) -> None:
+    """Refuse writes into an input whose memory another input shares."""
+    updated = {node.name for update in step.updates for node in (update.target,)}
+    storages = [tensor.untyped_storage()._cdata for tensor in places.inputs]
+    for node, storage in zip(step.inputs, storages, strict=False):
+        if node.name in updated and storages.count(storage) > 1:
+            index = storages.index(storage)
+            raise CaptureError(
+                f"the step writes into a tensor of shape {tuple(places.inputs[index].shape)} whose "
+                "memory another of its inputs shares; give each its own memory"
+            )
+
+
+def _run(captured: _Captured, places: Places) -> Any:
+    with tracing.as_traced():
+        outputs = captured.graph(*places.inputs, *_rate_tensors(places))
+    bound = captured.bound
+
+    def value(leaf: tuple[str, Any]) -> Any:
+        kind, what = leaf
+        return (
+            outputs[what]
+            if kind == "output"
+            else (places.inputs[what] if kind == "input" else what)
+        )
+
+    for index, leaf in bound.gradients.items():
+        places.inputs[index].grad = value(leaf)
+    for entry, leaf in bound.state.items():
+        parameter = places.inputs[entry.parameter]
+        places.optimizers[entry.optimizer].state[parameter][entry.key] = value(leaf)
+    return pytree.tree_unflatten([value(leaf) for leaf in bound.result], bound.tree)
