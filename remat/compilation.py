@@ -17,6 +17,7 @@ from remat.options import Options
 from remat.partitioner import Ledger, partition
 from remat.passes.torch_private import dynamo
 from remat.passes.torch_private.double_backward import on_double_backward
+from remat.plan_log import log_plan
 from remat.plans import Plan, Unplanned
 from remat.solvers.errors import CaptureError, RematError
 from remat.version import __version__
@@ -43,6 +44,14 @@ def compile_graph(
     Raises:
         RematError: it has no plan that keeps the budget, or cannot be planned.
     """
+    made = _compile_graph(graph, inputs, options, ledger)
+    log_plan(made.plan)
+    return made
+
+
+def _compile_graph(
+    graph: fx.GraphModule, inputs: Sequence[Any], options: Options, ledger: Ledger
+) -> CompiledGraph:
     if options.double_backward:
         return CompiledGraph(graph, Unplanned("double_backward=True: this graph runs uncompiled"))
     if options.executor == "inductor":

@@ -19,6 +19,7 @@ from remat.cost.device import find_device
 from remat.joined import Joined, Phase, join, kept_bytes
 from remat.options import Options
 from remat.partitioner import untouched
+from remat.plan_log import STEP_PLAN, log_plan
 from remat.plans import Plan
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
@@ -270,7 +271,7 @@ def share(
     remembered.remember(solution.schedule)
     least = remembered.least
     schedules = joined.split(solution.schedule)
-    return StepPlan(
+    shared = StepPlan(
         memory_budget=budget,
         plans=_plans(recorded, joined, solution, schedules, budget),
         joined=joined,
@@ -278,6 +279,8 @@ def share(
         baseline=baseline,
         least_peak=None if least is None else simulate(problem, least).peak,
     )
+    log_plan(shared, STEP_PLAN)
+    return shared
 
 
 def _memory(
