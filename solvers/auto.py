@@ -13,12 +13,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from remat.solvers.bounds import floor
 from remat.solvers.cold import KERNELS, plans_without_kernels
 from remat.solvers.keep import keep_everything
+from remat.solvers.offload import Offloads
+from remat.solvers.problem import Link
 from remat.solvers.prove import Prover
 from remat.solvers.registry import PROVEN, Proposal, Request, register
 from remat.solvers.schedule import Schedule
@@ -28,12 +30,41 @@ from remat.solvers.structure import Structure
 
 _MOMENT: Final = 0.05  # seconds between two looks at what the proving thread found
 _GRACE: Final = 1.0  # seconds after the deadline for the only plan that may fit
+_ALONE: Final = 0.3  # of the time, for the plan without the link; where there is none:
+_SHORT: Final = 0.15
 _IDLE: Final = 20  # tries in a row that price nothing, before the search is given up
 
 
 @register("auto")
 def solve_auto(request: Request) -> Proposal:
     """The best plan that can be found within the budget before the deadline."""
+    return _alone(request) if request.link is None else _with_link(request, request.link)
+
+
+def _with_link(request: Request, link: Link) -> Proposal:
+    """Without the link first; that plan is a candidate, and a start."""
+    wider, budget = Structure(request.problem, offloads=True), request.memory_budget
+    if budget is not None and floor(request.problem, wider)[0] > budget:
+        return least_peak_proposal(request)
+    share = _ALONE if budget is None or floor(request.problem)[0] <= budget else _SHORT
+    alone = _alone(_for_a_share(request, share))
+    assert alone.schedule is not None, "keeping everything is a plan"
+    peak = simulate(request.problem, alone.schedule).peak
+    if budget is None or (peak <= budget and alone.lower_bound <= wider.required_seconds):
+        return replace(alone, lower_bound=wider.required_seconds, infeasible=False)
+    offloads = Offloads(request, link, wider, budget, KERNELS.wait(patience(request)))
+    found = offloads.run((alone.schedule,))
+    return replace(found, failures=(*alone.failures, *found.failures))
+
+
+def _for_a_share(request: Request, share: float) -> Request:
+    """The same request without its link, for a share of the time."""
+    left = request.seconds_left
+    deadline = request.deadline if math.isinf(left) else time.monotonic() + share * left
+    return replace(request, link=None, deadline=deadline)
+
+
+def _alone(request: Request) -> Proposal:
     structure = Structure(request.problem)
     keep = keep_everything(request.problem, structure)
     budget = request.memory_budget
@@ -46,6 +77,8 @@ def solve_auto(request: Request) -> Proposal:
 
 def least_peak_proposal(request: Request) -> Proposal:
     """The plan with the smallest peak that is found before the deadline; then the fastest so."""
+    if request.link is not None:
+        return _least_with_link(request, request.link)
     structure = Structure(request.problem)
     if not KERNELS.wait(patience(request)):
         over = _clock(request)
@@ -57,6 +90,16 @@ def least_peak_proposal(request: Request) -> Proposal:
     effort = Effort(request.deadline, request.max_evaluations)
     plan = least_peak_plan(searcher, effort)
     return Proposal(searcher.schedule(plan), structure.required_seconds)
+
+
+def _least_with_link(request: Request, link: Link) -> Proposal:
+    problem, wider = request.problem, Structure(request.problem, offloads=True)
+    alone = least_peak_proposal(_for_a_share(request, _SHORT))
+    assert alone.schedule is not None, "keeping everything is a plan"
+    ready = KERNELS.wait(patience(request))
+    offloads = Offloads(request, link, wider, floor(problem, wider)[0], ready)
+    found = offloads.run_least((alone.schedule, keep_everything(problem, wider)))
+    return replace(found, failures=(*alone.failures, *found.failures))
 
 
 def patience(request: Request) -> float | None:

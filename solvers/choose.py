@@ -53,7 +53,9 @@ def solve(
         time_limit: seconds after which the best plan so far is returned; finite, unless evaluations
             are counted.
         gap: good enough: stop once (seconds - lower bound) / seconds is at most this.
-        link: where values can be offloaded to.
+        link: where values can be offloaded to. ``auto`` then chooses among keeping, recomputing and
+            offloading each value, ``every_n_layers`` offloads what it would keep of a layer, others
+            plan without it. Bounds are claims about the class of schedules with offloading.
         seed, max_evaluations: with ``max_evaluations`` the clock is ignored, and the same seed and
             number give the same plan.
         every_n_layers: for the solver of that name.
@@ -103,11 +105,14 @@ def least_peak(
     time_limit: float = 10.0,
     seed: int = 0,
     max_evaluations: int | None = None,
+    link: Link | None = None,
     progress: Progress | None = None,
 ) -> Solution:
     """The plan with the smallest peak that can be found; its ``memory_budget`` is that peak.
 
-    Its status is ``feasible``: the plan is not proven to be the fastest with that peak.
+    Its status is ``feasible``: the plan is not proven to be the fastest with that peak. With a
+    link the peak may be smaller, and the plan far slower: what is idle at the peak leaves, and is
+    waited for.
     """
     _check(None, time_limit, 0.0, max_evaluations)
     began = time.monotonic()
@@ -117,9 +122,10 @@ def least_peak(
         deadline=began + time_limit,
         seed=seed,
         max_evaluations=max_evaluations,
+        link=link,
         progress=progress,
     )
-    judge = _Judge(problem, 0, None)
+    judge = _Judge(problem, 0, link)
     judge.hear("keep", keep_everything(problem))
     judge.hear("auto", _ask_least_peak(request, judge))
     judge.memory_budget = judge.peak
@@ -176,7 +182,7 @@ class _Judge:
 
     def __init__(self, problem: Problem, memory_budget: int | None, link: Link | None) -> None:
         self.problem, self.memory_budget, self.link = problem, memory_budget, link
-        self.structure = Structure(problem)
+        self.structure = Structure(problem, offloads=link is not None)
         self.best: _Candidate | None = None
         self.failures: list[str] = []
 

@@ -80,7 +80,7 @@ def one_cut(
     if room < 0:
         return CutAnswer("infeasible", math.inf)
     began = time.monotonic()
-    formulation = _OneCut(structure, cut, Model(relaxed))
+    formulation = OneCut(structure, cut, Model(relaxed))
     formulation.state_demands()
     formulation.limit_memory(room)
     left = time_limit - (time.monotonic() - began)
@@ -96,7 +96,9 @@ def one_cut(
 
 
 @dataclass
-class _OneCut:
+class OneCut:
+    """The model at one cut; ``linkcut.py`` adds offloading to it."""
+
     structure: Structure
     cut: int
     model: Model
@@ -114,13 +116,16 @@ class _OneCut:
         read = {v for op in self.structure.order[first:] for v in self.structure.reads[op]}
         for v in sorted(read):
             if self.structure.computed_again[v] and not self._free(v):
-                self.model.at_least([(self._resident(v), 1), (self._again(v), 1)], 1)
+                self.model.at_least(self.ways(v), 1)
         while self.pending:
             op = self.pending.pop()
             for u in self.structure.reads[op]:
                 if not self._free(u):
-                    row = [(self._resident(u), 1.0), (self._again(u), 1.0), (self.again[op], -1.0)]
-                    self.model.at_least(row, 0)
+                    self.model.at_least([*self.ways(u), (self.again[op], -1.0)], 0)
+
+    def ways(self, v: int) -> list[tuple[int, float]]:
+        """How ``v`` can be there after the cut, each with coefficient 1."""
+        return [(self._resident(v), 1.0), (self._again(v), 1.0)]
 
     def _free(self, v: int) -> bool:
         producer, value = self.problem.producer[v], self.problem.values[v]

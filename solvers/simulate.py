@@ -7,6 +7,10 @@ Bytes while an op runs = bytes alive + bytes it writes + its workspace (which is
 writes over an input that dies). A second instance of a value
 that is still alive counts beside the first and is dropped when the op returns. Tangents are there
 from the first step of the backward part on, those that nobody reads to the end.
+
+A transfer begins at its step, or when the transfer before it in the same direction is done; it goes
+on beside the ops. What leaves stays alive until it is waited for and freed. What comes back counts
+from the step of its reload on, may be read after its wait, and may come back again: the copy stays.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ class _State:
     problem: Problem
     link: Link | None
     live: int = 0
+    overwritten: int = 0  # of ``live``: what the op before wrote over, and nobody freed yet
     alive: set[int] = field(default_factory=set)
     runs: dict[int, int] = field(default_factory=dict)
     next_backward: int = 0
@@ -117,6 +122,7 @@ class _State:
         self.seconds += op.seconds
         self.flops += op.flops
         self.runs[index] = self.runs.get(index, 0) + 1
+        self.overwritten = max(0, -(again + op.workspace))
         self._note(self.live + again + op.workspace)
 
     def _check_turn(self, position: int, index: int) -> None:
@@ -154,18 +160,20 @@ class _State:
         self.alive.discard(value)
         self.live -= held.bytes
         # Where the op before wrote over this value there is nothing left to free.
-        self._note(min(self.live, self.bytes[-1]) if self.bytes else self.live)
+        self.overwritten = max(0, self.overwritten - held.bytes)
+        self._note(self.live - self.overwritten)
 
     def _offload(self, position: int, value: int) -> None:
         link, held = self._link(position), self.problem.values[value]
-        if held.owned or not held.offloadable:
-            self._refuse(position, f"offloads {self._name(value)}, which may not be offloaded")
+        if held.owned or held.output or not held.offloadable:
+            kind = "is an output" if held.output else "may not be offloaded"
+            self._refuse(position, f"offloads {self._name(value)}, which {kind}")
         if value not in self.alive or value in self.transfers:
             self._refuse(position, f"offloads {self._name(value)}, which is not there or in flight")
         start = max(self.seconds, self.offload_free_at)
         self.offload_free_at = start + link.latency + held.bytes / link.offload_bandwidth
         self.transfers[value] = _Transfer("offload", self.offload_free_at)
-        self._note(self.live)
+        self._note(self.live - self.overwritten)
 
     def _reload(self, position: int, value: int) -> None:
         link, held = self._link(position), self.problem.values[value]
@@ -176,7 +184,7 @@ class _State:
         self.reload_free_at = start + link.latency + held.bytes / link.reload_bandwidth
         self.transfers[value] = _Transfer("reload", self.reload_free_at)
         self._allocate(value)
-        self._note(self.live)
+        self._note(self.live - self.overwritten)
 
     def _wait(self, position: int, value: int) -> None:
         if value not in self.transfers:
@@ -185,7 +193,7 @@ class _State:
         self.seconds = max(self.seconds, transfer.done)
         if transfer.kind == "offload":
             self.stored.add(value)
-        self._note(self.live)
+        self._note(self.live - self.overwritten)
 
     def finish(self) -> None:
         end = len(self.bytes)

@@ -22,9 +22,14 @@ NEVER = -1
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The skeleton of every schedule of ``problem``."""
+    """The skeleton of every schedule of ``problem``.
+
+    Attributes:
+        offloads: the class is the wider one, in which a forward value may leave and come back.
+    """
 
     problem: Problem
+    offloads: bool = False
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -147,9 +152,22 @@ class Structure:
             # It runs before the op at ``start``: what that op does not read may be gone by then.
             kept = not op.rerunnable and backward_read >= start
             return (start, backward_read) if kept else (1, 0)
-        if op.phase == "backward" or not op.rerunnable:
+        if op.phase == "backward" or not (op.rerunnable or self.may_leave(v)):
             return (start, max(forward_read, backward_read, start))
         return (start, max(forward_read, start))
+
+    def may_leave(self, v: int) -> bool:
+        """Whether the class offloads value ``v``: of a forward op, no output, free to be copied."""
+        value, producer = self.problem.values[v], self.problem.producer[v]
+        return (
+            self.offloads
+            and producer >= 0
+            and self.problem.ops[producer].phase == "forward"
+            and value.offloadable
+            and value.keepable
+            and value.output is None
+            and value.bytes > 0
+        )
 
     def _last_reads(self) -> tuple[list[int], list[int]]:
         forward = [-1] * len(self.problem.values)
