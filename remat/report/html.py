@@ -163,8 +163,9 @@ def _gap(subject: Subject) -> tuple[str, str, str]:
     if not solution.fits:
         return solution.status, "over", f"no plan within the budget ({by})"
     least = format_seconds(min(solution.lower_bound, solution.seconds))
+    share = 100 * solution.gap
     return (
-        f"≤ {100 * solution.gap:.2f} %",
+        "< 0.01 %" if 0 < share < 0.005 else f"≤ {share:.2f} %",
         "",
         f"certified: no plan within the budget takes less than {least} ({by})",
     )

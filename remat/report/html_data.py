@@ -11,7 +11,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from remat.solvers.schedule import Decision, Schedule, Solution, Timeline, decis
 KINDS: Final = ("compute", "free", "offload", "reload", "wait")
 PHASES: Final = ("forward", "deferred", "backward")
 ACTIONS: Final = (Decision.KEEP, Decision.RECOMPUTE, Decision.OFFLOAD)
+SEEN: Final = 0.01  # of all bytes
 GROUPS: Final = 12  # as many colours as can be told apart when they lie in order
 OTHER: Final = "other layers"
 NO_MODULE: Final = "(no module)"
@@ -76,7 +78,10 @@ def _data(subject: Subject) -> dict[str, Any]:
     names = _Names()
     ops = _ops(problem, names)
     layers = list(dict.fromkeys(op.layer for op in problem.ops))
-    labels, group_of = groups(layers)
+    weights: Counter[str] = Counter()
+    for op in problem.ops:
+        weights[op.layer] += sum(problem.values[v].bytes for v in op.writes)
+    labels, group_of = groups(layers, weights)
     link = subject.link
     return {
         "fixed": problem.fixed_bytes,
@@ -180,15 +185,22 @@ def block(layer: str) -> str:
     return ".".join(parts[: numbered[0] + 1]) if numbered else layer
 
 
-def groups(layers: Sequence[str]) -> tuple[list[str], list[int]]:
+def groups(layers: Sequence[str], weights: Mapping[str, int]) -> tuple[list[str], list[int]]:
     """At most ``GROUPS`` names, in program order, and for each layer the index of its own.
 
-    Members of one list are joined with their neighbours (``h.0–3``) until there are few enough.
+    Members of one list are joined with their neighbours (``h.0–3``) until there are few enough,
+    after what is too small to be seen has been put together.
+
+    Args:
+        weights: bytes each layer makes.
     """
     blocks = list(dict.fromkeys(map(block, layers)))
     name_of = dict(zip(blocks, blocks, strict=True))
     if len(blocks) > GROUPS:
-        name_of = _joined(blocks)
+        weight_of: Counter[str] = Counter()
+        for layer in layers:
+            weight_of[block(layer)] += weights[layer]
+        name_of = _joined(blocks, weight_of)
     labels = list(dict.fromkeys(name_of[name] or NO_MODULE for name in blocks))
     labels.sort(key=lambda label: label == OTHER)
     index = {label: at for at, label in enumerate(labels)}
@@ -210,15 +222,17 @@ def _without_common_prefix(labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _joined(blocks: Sequence[str]) -> dict[str, str]:
+def _joined(blocks: Sequence[str], weights: Counter[str]) -> dict[str, str]:
     lists: dict[str, list[str]] = {}
     for name in blocks:
         match = re.fullmatch(r"(?:(.*)\.)?\d+", name)
         lists.setdefault((match[1] or "") + "." if match else name, []).append(name)
-    largest = sorted(lists, key=lambda key: -len(lists[key]))[: GROUPS - 1]
+    weight_of = {key: sum(weights[name] for name in names) for key, names in lists.items()}
+    seen = [key for key in lists if weight_of[key] > SEEN * weights.total()]
+    largest = sorted(seen, key=lambda key: -weight_of[key])[: GROUPS - 1]
     room = GROUPS - 1 - len(largest)
     members = sum(len(lists[key]) for key in largest if len(lists[key]) > 1)
-    name_of = {}
+    name_of: dict[str, str] = {}
     for key, names in lists.items():
         if key not in largest:
             name_of |= dict.fromkeys(names, OTHER)

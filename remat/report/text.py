@@ -47,8 +47,9 @@ def _head(plan: Plan) -> list[str]:
         ("budget", budget),
         ("peak", f"{format_bytes(plan.peak)} (without remat {format_bytes(plan.baseline_peak)}"
                  f"{least})"),
+        *_predicted(plan),
         ("resident", f"{format_bytes(problem.fixed_bytes)} of that: parameters, inputs, state"),
-        *_peak_rows(_peak_op(problem, solution)),
+        *_places(plan),
         ("extra", f"{_percent(plan.extra_time)} time, {_percent(plan.extra_flops)} FLOPs"
                   + (f"; costs {problem.cost}" if problem.cost else "")),
         ("gap", _gap(solution)),
@@ -56,11 +57,31 @@ def _head(plan: Plan) -> list[str]:
     return [_clip(f"{name:<11}{text}") for name, text in rows]
 
 
-def _peak_rows(op: Op | None) -> Iterator[tuple[str, str]]:
+def _predicted(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Where the peak that counts is replayed, what the schedule alone comes to."""
+    if plan.replayed_peak is not None:
+        predicted = format_bytes(plan.predicted)
+        yield "predicted", f"{predicted} by the schedule; the peak is replayed from what runs"
+
+
+def _places(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Where the peak is, and where it was without remat."""
+    from remat.plans import op_at
+
+    now = _peak_op(plan.problem, plan.solution)
+    before = op_at(plan.problem, plan.baseline, plan.baseline_timeline.peak_step)
+    yield from _place_rows("peak is at", now)
+    if before is now:
+        yield "it was at", "the same op"
+    else:
+        yield from _place_rows("it was at", before)
+
+
+def _place_rows(name: str, op: Op | None) -> Iterator[tuple[str, str]]:
     if op is None:
-        yield "peak is at", _place(op)
+        yield name, _place(op)
         return
-    yield "peak is at", f"{op.target or op.name}, {op.phase}"
+    yield name, f"{op.target or op.name}, {op.phase}"
     if op.layer or op.source:
         yield "", _left(", ".join(part for part in (op.layer, op.source) if part), WIDTH - 11)
 

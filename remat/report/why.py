@@ -11,7 +11,7 @@ from remat.report.changes import NOT_KEEPABLE, Change, change
 from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Decision, decisions
-from remat.solvers.units import format_bytes, format_seconds
+from remat.solvers.units import MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from remat.plans import Plan
@@ -88,25 +88,31 @@ class _Case:
         return f"it waits for backward elsewhere. {self._if_kept(other)}"
 
     def _kept(self, other: Change) -> str:
-        plan = self.plan
+        plan, budget = self.plan, self.plan.memory_budget
         if other.timeline is None:
-            return f"{other.refused}"
+            return other.refused
         cost, peak = self._differences(other)
         again = f"to recompute it would take {_more(cost)}"
-        if plan.memory_budget is None or plan.solution.solver == "baseline":
-            met = (
-                "no budget was asked for"
-                if plan.memory_budget is None
-                else "what runs unasked is within the budget"
-            )
+        if budget is None or plan.solution.solver == "baseline":
+            met = "no budget was asked for" if budget is None else "the baseline meets the budget"
             return f"{met}; {again} and {_change_of_peak(peak)}"
         if peak >= 0:
-            gains = "would not lower the peak" if peak == 0 else f"{_change_of_peak(peak)}"
+            gains = "would not lower the peak" if peak == 0 else _change_of_peak(peak)
             return f"{again} and {gains}{self._where(peak)}"
-        return (
-            f"{again} and {_change_of_peak(peak)}, which the budget of "
-            f"{format_bytes(plan.memory_budget)} does not ask for"
-        )
+        return f"{again} and {_change_of_peak(peak)}{self._price(cost, -peak)}"
+
+    def _price(self, cost: float, saved: int) -> str:
+        """Beside what the plan pays for the bytes it does save."""
+        plan = self.plan
+        paid = plan.solution.seconds - plan.baseline_timeline.seconds
+        spared = plan.baseline_peak - plan.predicted
+        if cost <= 0 or paid <= 0 or spared <= 0:
+            return ", which the budget does not ask for"
+        own, usual = cost / saved, paid / spared
+        mine, theirs = (format_seconds(price * MIB) for price in (own, usual))
+        if own > usual:
+            return f": {mine} a MiB, where the plan pays {theirs} on average"
+        return f": {mine} a MiB, no more than the plan pays on average, but the budget is met"
 
     def _where(self, peak: int) -> str:
         alive = self.index in self.plan.solution.timeline.alive_at_peak
@@ -119,7 +125,7 @@ class _Case:
         producer = problem.producer[self.index]
         times = runs_again(plan.solution.schedule)[producer]
         op = problem.ops[producer]
-        often = "again" if times == 1 else f"{times} times again"
+        often = "again" if times == 1 else f"{times} times more"
         head = (
             f"{op.target or op.name} runs {often}, {_share(plan, times * op.seconds)}, and its "
             f"{format_bytes(problem.values[self.index].bytes)} need not wait for backward"

@@ -187,8 +187,8 @@ def test_the_points_of_a_stored_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch
         max_size=60,
     )
 )
-def test_few_groups_whatever_the_layers(layers: list[str]) -> None:
-    labels, of = groups(layers)
+def test_few_groups_whatever_the_layers(layers: list[str], heavy: int) -> None:
+    labels, of = groups(layers, {layer: 1 + heavy * (k % 2) for k, layer in enumerate(layers)})
     assert len(labels) <= GROUPS
     assert len(set(labels)) == len(labels)
     assert len(of) == len(layers)
@@ -197,13 +197,13 @@ def test_few_groups_whatever_the_layers(layers: list[str]) -> None:
 
 def test_neighbours_are_joined_in_order() -> None:
     layers = ["model.wte", *(f"model.h.{i}.mlp" for i in range(24)), "model.ln", "model.head"]
-    labels, of = groups(layers)
-    assert labels[0] == "wte"
-    assert labels[1] == "h.0–2"
-    assert labels[-2:] == ["ln", "head"]
+    bytes_of = dict.fromkeys(layers, 100)
+    labels, of = groups(layers, bytes_of)
+    assert labels == ["wte", *(f"h.{k}–{k + 2}" for k in range(0, 24, 3)), "ln", "head"]
     assert of == sorted(of)
-    many = [f"a{k}" for k in range(20)] + [f"h.{i}" for i in range(9)]
-    assert OTHER in groups(many)[0]
+    labels, _ = groups(layers, bytes_of | {"model.ln": 1, "model.head": 1})
+    assert labels[:3] == ["wte", "h.0–1", "h.2–4"], "what cannot be seen needs no colour"
+    assert labels[-1] == OTHER
 
 
 def test_show_writes_the_page(plan: Plan, tmp_path: Path, capsys: Any) -> None:

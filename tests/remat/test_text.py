@@ -15,6 +15,7 @@ from remat.report import text
 from remat.report.text import budget_too_small, plan_text
 from remat.solvers.problem import Op, Problem
 from remat.solvers.schedule import Solution
+from remat.solvers.simulate import simulate
 
 
 def test_the_head(plan: Plan) -> None:
@@ -24,10 +25,31 @@ def test_the_head(plan: Plan) -> None:
     assert lines[2] == "peak       1.38 KiB (without remat 1.47 KiB, least 1.38 KiB)"
     assert lines[3] == "resident   1000 B of that: parameters, inputs, state"
     assert lines[4:6] == ["peak is at expand, backward", "           m.py:12"]
-    assert lines[6] == "extra      +10.0 % time, +10.9 % FLOPs"
-    assert lines[7] == (
+    assert lines[6] == "it was at  the same op"
+    assert lines[7] == "extra      +10.0 % time, +10.9 % FLOPs"
+    assert lines[8] == (
         "gap        a better plan could be faster by 5.00 % at most (ilp, 250.0 ms)"
     )
+
+
+def test_where_the_peak_was_without_remat(plan: Plan) -> None:
+    """With a large workspace in forward, the peak of the plan is there; the baseline's is not."""
+    ops = list(plan.problem.ops)
+    ops[1] = dataclasses.replace(ops[1], workspace=150)
+    problem = dataclasses.replace(plan.problem, ops=tuple(ops))
+    solution = dataclasses.replace(
+        plan.solution, timeline=simulate(problem, plan.solution.schedule)
+    )
+    lines = plan_text(dataclasses.replace(plan, problem=problem, solution=solution)).splitlines()
+    assert lines[4:6] == ["peak is at mm, forward", "           blocks.1, m.py:11"]
+    assert lines[6:8] == ["it was at  expand, backward", "           m.py:12"]
+
+
+def test_a_replayed_peak_and_the_predicted_one_are_both_shown(plan: Plan) -> None:
+    replayed = dataclasses.replace(plan, executor="inductor", replayed_peak=1430)
+    lines = plan_text(replayed).splitlines()
+    assert lines[2].startswith("peak       1.40 KiB (without remat 1.47 KiB")
+    assert lines[3] == "predicted  1.38 KiB by the schedule; the peak is replayed from what runs"
 
 
 def _cells(line: str) -> list[str]:

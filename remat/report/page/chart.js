@@ -120,20 +120,18 @@ class Chart {
     pen.scale(ratio, ratio);
     pen.font = "12px system-ui, sans-serif";
     this.paintGrid(pen);
-    this.columns.forEach((at, column) => {
-      if (at < 0) return;
-      const held = this.held.get(at);
-      let below = 0;
-      for (let group = 0; group < held.length; group++) {
-        const above = below + Math.max(0, held[group]);
-        const top = this.y(Math.max(above, page.low)), bottom = this.y(Math.max(below, page.low));
-        if (bottom - top > 0.02) {
-          pen.globalAlpha = solo >= 0 && solo !== group ? 0.15 : 1;
-          pen.fillStyle = colours[group];
-          pen.fillRect(MARGIN.left + column, top, 1.05, bottom - top);
-        }
-        below = above;
-      }
+    const below = new Float64Array(this.columns.length);
+    colours.forEach((colour, group) => { // a group at a time: a change of colour is dear
+      pen.globalAlpha = solo >= 0 && solo !== group ? 0.15 : 1;
+      pen.fillStyle = colour;
+      this.columns.forEach((at, column) => {
+        if (at < 0) return;
+        const above = below[column] + Math.max(0, this.held.get(at)[group]);
+        const top = this.y(Math.max(above, page.low));
+        const height = this.y(Math.max(below[column], page.low)) - top;
+        if (height > 0.02) pen.fillRect(MARGIN.left + column, top, 1.05, height);
+        below[column] = above;
+      });
     });
     pen.globalAlpha = 1;
     this.paintMarks(pen);

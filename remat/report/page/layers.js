@@ -82,25 +82,28 @@ class LayerGraph {
       bar, element("span", { class: "sizes" }, parts.join(" · ")));
   }
 
-  arcs(list, rows, lines) {
+  arcs(list, layers, lines) {
     const picture = list.querySelector("svg"), wide = picture.clientWidth || 74;
-    const middle = (key) => lines.get(key).offsetTop + lines.get(key).offsetHeight / 2;
+    const middles = new Map([...lines].map(([key, line]) => [key, line.offsetTop + line.offsetHeight / 2]));
     const order = new Map([...lines.keys()].map((key, at) => [key, at]));
-    const edges = [...rows].flatMap(([key, row]) => [...row.from].map(([other, bytes]) => [other, key, bytes]))
+    const edges = [...layers].flatMap(([key, row]) => [...row.from].map(([other, bytes]) => [other, key, bytes]))
       .filter(([a, b]) => lines.has(a) && lines.has(b)).sort((a, b) => b[2] - a[2]).slice(0, 400);
     const most = Math.max(1, ...edges.map(([, , bytes]) => bytes));
+    const readers = new Map();
+    for (const [a] of edges) readers.set(a, (readers.get(a) || 0) + 1);
     picture.replaceChildren();
     for (const [a, b, bytes] of edges) {
-      const [from, to] = [middle(a), middle(b)], right = wide - 10;
-      const far = Math.min(1, Math.log2(1 + Math.abs(order.get(a) - order.get(b))) / 5);
+      const [from, to] = [middles.get(a), middles.get(b)], right = wide - 10;
+      const rows = Math.abs(order.get(a) - order.get(b)), far = Math.min(1, Math.log2(1 + rows) / 5);
       const bulge = right - 8 - far * (right - 14);
       picture.append(drawing("path", {
         d: `M${right} ${from}C${bulge} ${from} ${bulge} ${to} ${right} ${to}`,
-        "stroke-width": (0.75 + 3.5 * Math.sqrt(bytes / most)).toFixed(2),
+        "stroke-width": ((rows > 1 ? 0.5 : 1) * (1 + 3 * Math.sqrt(bytes / most))).toFixed(2),
+        opacity: rows === 1 ? 0.7 : readers.get(a) > 8 ? 0.1 : 0.35, // a mask is read everywhere
       }));
     }
-    for (const key of lines.keys()) {
-      picture.append(drawing("circle", { cx: wide - 10, cy: middle(key), r: 3 }));
+    for (const y of middles.values()) {
+      picture.append(drawing("circle", { cx: wide - 10, cy: y, r: 3 }));
     }
   }
 }

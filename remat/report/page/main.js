@@ -35,15 +35,23 @@ class Page {
     ];
     this.partners();
     this.controls();
-    this.table = new DecisionTable(this);
-    this.graph = new LayerGraph(this);
     this.redraw();
     this.moveTo(this.charts[1], this.after.peakStep);
-    new ResizeObserver(() => { this.redraw(); this.graph.redraw(); }).observe(byId("charts"));
+    this.table = new DecisionTable(this);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       this.colour();
       this.redraw();
     });
+  }
+
+  // What is far down the page waits until the top of it can be seen.
+  finish() {
+    this.graph = new LayerGraph(this);
+    new ResizeObserver(() => {
+      if (byId("before").clientWidth === this.charts[0].width) return;
+      this.redraw();
+      this.graph.redraw();
+    }).observe(byId("charts"));
   }
 
   colour() {
@@ -218,4 +226,7 @@ class Page {
 const began = performance.now();
 const page = new Page(JSON.parse(byId("plan").textContent));
 page.start();
-document.documentElement.dataset.ready = (performance.now() - began).toFixed(0);
+setTimeout(() => {
+  page.finish();
+  document.documentElement.dataset.ready = (performance.now() - began).toFixed(0);
+}, 0);
