@@ -17,13 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.cli import DONE, FAILED, main
+from remat.joined import Phase, join
 from remat.plans import Plan
 from remat.report.changes import change
 from remat.report.html import page_html, subject_of
 from remat.report.html_curve import PlanCurve, PlanPoint, curve_of
 from remat.report.html_data import GROUPS, KINDS, OTHER, groups
+from remat.sharing import StepPlan
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Solution, decisions
+from remat.solvers.simulate import simulate
+from remat.step_page import subject_of_step
 from tests.remat.browser import Browser, Tab, find_browser, running
 from tests.remat.random_plans import nested_plan
 
@@ -185,7 +189,8 @@ def test_the_points_of_a_stored_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch
         st.lists(st.sampled_from(["h", "mlp", "0", "1", "12", "norm"]), max_size=4).map(".".join),
         unique=True,
         max_size=60,
-    )
+    ),
+    heavy=st.integers(0, 9),
 )
 def test_few_groups_whatever_the_layers(layers: list[str], heavy: int) -> None:
     labels, of = groups(layers, {layer: 1 + heavy * (k % 2) for k, layer in enumerate(layers)})
@@ -202,8 +207,48 @@ def test_neighbours_are_joined_in_order() -> None:
     assert labels == ["wte", *(f"h.{k}–{k + 2}" for k in range(0, 24, 3)), "ln", "head"]
     assert of == sorted(of)
     labels, _ = groups(layers, bytes_of | {"model.ln": 1, "model.head": 1})
-    assert labels[:3] == ["wte", "h.0–1", "h.2–4"], "what cannot be seen needs no colour"
+    assert labels[:3] == ["wte", "h.0–1", "h.2–3"], "what cannot be seen needs no colour"
     assert labels[-1] == OTHER
+
+
+@pytest.fixture
+def step_plan(plan: Plan) -> StepPlan:
+    """One graph called twice, the second call inside the first."""
+    phases = [
+        Phase("forward", 0, 0), Phase("forward", 1, 8), Phase("eager", -1, 64),
+        Phase("backward", 1, 16), Phase("backward", 0, 32),
+    ]  # fmt: skip
+    alone = dataclasses.replace(plan.problem, fixed_bytes=0)
+    joined = join([alone, alone], phases, 1000)
+    schedule = joined.schedule([plan.solution.schedule, plan.baseline])
+    solution = dataclasses.replace(
+        plan.solution,
+        problem_key=joined.problem.key,
+        schedule=schedule,
+        timeline=simulate(joined.problem, schedule),
+    )
+    baseline = joined.schedule([plan.baseline, plan.baseline])
+    return StepPlan(5000, (plan, plan), joined, solution, baseline, least_peak=1500)
+
+
+def test_the_page_of_a_whole_step(step_plan: StepPlan, tmp_path: Path) -> None:
+    step_plan.to_html(tmp_path / "step.html")
+    page = _Page((tmp_path / "step.html").read_text(encoding="utf-8"))
+    assert page.inside["title"] == ["remat plan: a step of 2 graph calls"]
+    assert page.inside["pre"] == [str(step_plan)]
+    labels = [label for _, label in page.data["marks"]]
+    assert labels == ["forward 0", "forward 1", "eager", "backward 1", "backward 0"]
+    assert [page.data["ops"]["name"][op] for op, _ in page.data["marks"]] == [
+        "0: begin", "1: begin", "2: eager", "3: begin", "4: begin"
+    ]  # fmt: skip
+    assert page.data["predicted"] == step_plan.peak
+
+
+def test_show_writes_the_page_of_a_whole_step(step_plan: StepPlan, tmp_path: Path) -> None:
+    step_plan.save(tmp_path / "step.json")
+    page = tmp_path / "step.html"
+    assert main(["show", str(tmp_path / "step.json"), "--html", str(page)]) == DONE
+    assert page.read_text(encoding="utf-8") == page_html(subject_of_step(step_plan))
 
 
 def test_show_writes_the_page(plan: Plan, tmp_path: Path, capsys: Any) -> None:
@@ -237,11 +282,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield started
 
 
-def _open(browser: Browser, plan: Plan, folder: Path, **kind: Any) -> Tab:
+def _open(browser: Browser, plan: Plan | StepPlan, folder: Path, **kind: Any) -> Tab:
     plan.to_html(folder / "plan.html")
     tab = Tab(browser, folder / "plan.html", **{"width": 1200, **kind})
+    tab.wait_for("document.documentElement.dataset.ready !== undefined")
     assert tab.complaints() == []
-    assert tab.evaluate("document.documentElement.dataset.ready !== undefined")
     return tab
 
 
@@ -281,6 +326,17 @@ def test_the_page_and_the_judge_agree_on_every_change(
             assert row["peak"] == other.timeline.peak
             change_of_time = other.timeline.seconds - plan.solution.seconds
             assert row["seconds"] == pytest.approx(change_of_time)
+
+
+@pytest.mark.browser
+def test_a_whole_step_is_drawn(browser: Browser, step_plan: StepPlan, tmp_path: Path) -> None:
+    tab = _open(browser, step_plan, tmp_path)
+    assert tab.evaluate("document.getElementById('alarm').hidden")
+    assert tab.evaluate("page.after.peak") == step_plan.peak
+    assert tab.evaluate("page.before.peak") == step_plan.baseline_peak
+    drawn = tab.evaluate("page.charts[1].marks().map(([, label]) => label)")
+    assert drawn[0] == "forward 0"
+    assert len(drawn) == 5
 
 
 @pytest.mark.browser
