@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from remat.solvers.errors import InvalidOption as InvalidOption
     from remat.solvers.errors import PlanMismatch as PlanMismatch
     from remat.solvers.errors import RematError as RematError
+    from remat.timelines import measure_timeline as measure_timeline
     from remat.whole_step import compile_step as compile_step
 
 _HOME: Final = {
@@ -34,6 +35,7 @@ _HOME: Final = {
     "export": "remat.exports",
     "frontier": "remat.frontiers",
     "measure": "remat.measurement",
+    "measure_timeline": "remat.timelines",
     "Options": "remat.options",
     "Plan": "remat.plans",
     "BudgetTooSmall": "remat.solvers.errors",
@@ -58,6 +60,7 @@ __all__ = [
     "export",
     "frontier",
     "measure",
+    "measure_timeline",
     "plan",
 ]
 

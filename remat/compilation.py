@@ -15,6 +15,7 @@ from remat.executors import eager, inductor
 from remat.inductor import compile_step
 from remat.options import Options
 from remat.partitioner import Ledger, partition
+from remat.passes.observe import label
 from remat.passes.torch_private import dynamo
 from remat.passes.torch_private.double_backward import on_double_backward
 from remat.plan_log import log_plan
@@ -63,6 +64,8 @@ def _compile_graph(
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         parts = partition(joint, joint_inputs, options, ledger, **torch_options)
         made.append(parts.plan)
+        op_of = {op.name: index for index, op in enumerate(parts.plan.problem.ops)}
+        label(parts.forward, parts.backward, parts.plan, op_of)
         return parts.forward, parts.backward
 
     with dynamo.outside_compilation():

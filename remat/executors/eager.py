@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from remat.passes.observe import watchable
 from remat.passes.torch_private import partition as private
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -31,5 +32,9 @@ def compile_graph(
         return private.boxed(forward, inputs)
 
     return private.aot_compile(
-        graph, example_inputs, partition=partition, inference_compiler=inference
+        graph,
+        example_inputs,
+        partition=partition,
+        compiler=watchable,
+        inference_compiler=inference,
     )
