@@ -31,6 +31,11 @@ class CompiledGraph:
     run: Callable[..., Any]
     plan: Plan | Unplanned
 
+    @property
+    def excess(self) -> int:
+        """Bytes that the generated code takes beyond what was planned."""
+        return max(0, self.plan.peak - self.plan.predicted) if isinstance(self.plan, Plan) else 0
+
 
 def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], options: Options, ledger: Ledger

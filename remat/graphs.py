@@ -69,7 +69,8 @@ class GraphRunner:
         self._elsewhere = elsewhere  # patterns of modules may mean those of other graphs
         self._graph = graph
         self._least: CompiledGraph | None = None
-        self._placed: dict[int, CompiledGraph] = {}  # by the id of the plan, which it keeps alive
+        # By the id of the plan, which it keeps alive: what runs, and its excess.
+        self._placed: dict[int, tuple[Callable[..., Any], Plan, int]] = {}
         self._variants: list[_Variant] = []
         self._said = False
         self._forwards: list[weakref.ref[Any]] = []
@@ -125,23 +126,29 @@ class GraphRunner:
 
     def placed(self, plan: Plan, inputs: Sequence[Any]) -> CompiledGraph:
         """What to run at a place in a step that ``plan`` was made for."""
-        key = id(plan)
-        if key not in self._placed:
-            known = self._known_run(plan.solution.schedule)
-            self._placed[key] = CompiledGraph(known or self._compile_plan(plan, inputs), plan)
+        if id(plan) not in self._placed:
+            made = self._made_for(plan.solution.schedule) or self._compile_plan(plan, inputs)
+            self._placed[id(plan)] = made.run, plan, made.excess
         self._plan = plan
-        return self._placed[key]
+        return CompiledGraph(self._placed[id(plan)][0], plan)
 
-    def _known_run(self, schedule: Schedule) -> Callable[..., Any] | None:
+    def excess(self, plan: Plan) -> int:
+        """Bytes that the code generated for a plan of :meth:`placed` takes beyond it."""
+        return self._placed[id(plan)][2]
+
+    def _made_for(self, schedule: Schedule) -> CompiledGraph | None:
         """What was compiled for the same schedule already."""
-        for made in (*self._variants, self._least, *self._placed.values()):
-            if made is None or isinstance(made.plan, Unplanned):
-                continue
-            if made.plan.solution.schedule == schedule:
-                return made.run
+        for made in (*self._variants, self._least):
+            plan = None if made is None else made.plan
+            if made is not None and isinstance(plan, Plan) and plan.solution.schedule == schedule:
+                return CompiledGraph(made.run, plan)
+        for run, plan, excess in self._placed.values():
+            if plan.solution.schedule == schedule:
+                replayed = plan.predicted + excess
+                return CompiledGraph(run, dataclasses.replace(plan, replayed_peak=replayed))
         return None
 
-    def _compile_plan(self, plan: Plan, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile_plan(self, plan: Plan, inputs: Sequence[Any]) -> CompiledGraph:
         # The budget is that of the step, which the session watches over; not of this graph.
         options = dataclasses.replace(
             self._session.options,
@@ -152,7 +159,7 @@ class GraphRunner:
             recompute=(),
             plan=dataclasses.replace(plan, memory_budget=None),
         )
-        return compile_graph(self._graph, inputs, options, self._ledger(inputs)).run
+        return compile_graph(self._graph, inputs, options, self._ledger(inputs))
 
     def _compile_least(self, inputs: Sequence[Any]) -> CompiledGraph:
         options = dataclasses.replace(

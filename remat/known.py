@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat.graphs import GraphRunner
@@ -20,9 +20,10 @@ class Known:
         planned: which calls can be planned.
         recorded: by the bytes of gradients and optimizer state when it began.
         shared: the plans, likewise.
-        shares: how often plans were made, likewise.
+        shares: how often plans were made again because of what was seen, likewise.
         watched: for which of them a step with the latest plans was watched.
         alone: of a single graph: for which of them its own plan keeps the budget in the whole step.
+        excess: for each planned call, the bytes that its generated code takes beyond its plan.
     """
 
     sequence: tuple[Any, ...]
@@ -32,11 +33,17 @@ class Known:
     shares: Counter[int] = field(default_factory=Counter)
     watched: set[int] = field(default_factory=set)
     alone: dict[int, bool] = field(default_factory=dict)
+    excess: Counter[int] = field(default_factory=Counter)
 
     @property
     def graphs(self) -> tuple[GraphRunner, ...]:
         graphs: tuple[GraphRunner, ...] = self.sequence[0]
         return graphs
+
+    def allowing(self, recorded: Recorded) -> Recorded:
+        """``recorded``, with room beside every call for its ``excess``."""
+        phases = (replace(p, beside=p.beside + self.excess[p.call]) for p in recorded.phases)
+        return replace(recorded, phases=tuple(phases))
 
     def settled(self, moving: int) -> bool:
         """Whether nothing more has to be watched."""

@@ -7,6 +7,7 @@ watched too, and where it was seen to hold other bytes beside the graphs, it is 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ from remat.solvers.units import format_bytes
 from remat.steps import Step
 
 MOST_SEQUENCES: Final = 8
-_MOST_SHARES: Final = 3
+_MOST_SHARES: Final = 2
 _FEWEST_WATCHES: Final = 2  # of a single graph: in the first step nothing is left of one before
 _MOST_WATCHES: Final = 8
 _SLACK: Final = 0.02  # of the budget: so much less is beside the graphs than thought, share anew
@@ -170,6 +171,29 @@ class Sequences:
             return None
         return self._following.plans[self._follow.planned.index(at)]
 
+    def over(self, plan: Plan, excess: int) -> int:
+        """Bytes by which the step is over its budget, where the code generated for ``plan``, in
+        the place of the call to come, takes ``excess`` bytes more.
+        """
+        assert self.step is not None
+        assert self._follow is not None
+        assert plan.memory_budget is not None
+        call = self._follow.planned.index(len(self.step.calls))
+        more = max(0, excess - self._follow.excess[call])  # the rest has been given room
+        return max(0, plan.peak + more - plan.memory_budget)
+
+    def tightened(self, excess: int) -> Plan | None:
+        """The plan for the call to come, with room for that much more in it."""
+        step, known = self.step, self._follow
+        assert step is not None
+        assert known is not None
+        at = len(step.calls)
+        known.excess[known.planned.index(at)] = excess
+        known.shared.clear()
+        self._following = self._shared(known, step.moving)
+        self.plan = self._following or self.plan
+        return self._place(at)
+
     def _matches(self, at: int, runner: GraphRunner) -> bool:
         assert self._follow is not None
         return at < len(self._follow.graphs) and self._follow.graphs[at] is runner
@@ -210,6 +234,7 @@ class Sequences:
         given = (*inputs, *self._given)
         there = list(resident_tensors((given, self.owner, self.options.optimizer)))
         self._device = main_device(there)
+        gc.collect()  # or the garbage of earlier steps is seen to go in this one
         step.record(self._device, level)
         self._see(step, there)
 
@@ -277,8 +302,8 @@ class Sequences:
         if moving in known.recorded:
             recorded = known.recorded[moving]
             starts = list(known.shared.values())
-            known.shares[moving] += 1
-            known.shared[moving] = share(recorded, recorded.resident, self.options, starts)
+            allowing = known.allowing(recorded)
+            known.shared[moving] = share(allowing, recorded.resident, self.options, starts)
             return known.shared[moving]
         moves = self.options.budget.kind == "fraction"
         for other, plan in known.shared.items():
@@ -289,8 +314,7 @@ class Sequences:
         for other, recorded in known.recorded.items():
             try:
                 resident = recorded.resident + moving - other
-                known.shared[moving] = share(recorded, resident, self.options)
-                known.shares[moving] += 1
+                known.shared[moving] = share(known.allowing(recorded), resident, self.options)
             except BudgetTooSmall:  # gradients were counted as new that are there already
                 return None
             return known.shared[moving]
@@ -401,13 +425,14 @@ class Sequences:
         if plan is None or known.shared.get(moving) is not plan:
             return
         known.watched.add(moving)
-        peak = plan.peak_beside(phases, recorded.resident)
+        peak = plan.peak_beside(known.allowing(recorded).phases, recorded.resident)
         computes_again = plan.solution.schedule != plan.baseline
         slack = computes_again and peak < plan.peak - _SLACK * plan.memory_budget
         if peak <= plan.memory_budget and not slack:
             return
         if known.shares[moving] < _MOST_SHARES:
             known.shared.pop(moving)
+            known.shares[moving] += 1
             if peak > plan.memory_budget:
                 known.watched.discard(moving)
         elif peak > plan.memory_budget:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.compilation import trains
+from remat.compilation import CompiledGraph, trains
 from remat.graphs import GraphRunner
+from remat.inductor import TIGHTENED
 from remat.measurement import given_tensors, resident_bytes
 from remat.options import Options
 from remat.passes.choices import is_known, unknown_pattern
@@ -25,7 +26,8 @@ from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
 from remat.sequences import Sequences
 from remat.sharing import StepPlan
-from remat.solvers.errors import CaptureError
+from remat.solvers.errors import BudgetTooSmall, CaptureError
+from remat.solvers.units import format_bytes
 
 
 class UnplannedWarning(UserWarning):
@@ -172,7 +174,7 @@ class Session:
             if chosen == "alone":
                 made = runner.alone(inputs)
             else:
-                made = runner.least(inputs) if chosen is None else runner.placed(chosen, inputs)
+                made = self._placed(runner, chosen, inputs)
         step = self._sequences.step
         assert step is not None
         assert isinstance(made.plan, Plan)
@@ -181,6 +183,22 @@ class Session:
         step.leave(call, result)
         self._sequences.returned(result)
         return result
+
+    def _placed(
+        self, runner: GraphRunner, chosen: Plan | None, inputs: Sequence[Any]
+    ) -> CompiledGraph:
+        """What runs at a place in a step: its plan, or one for less until the code fits."""
+        for again in range(1 + TIGHTENED):
+            if chosen is None:
+                break
+            made, excess = runner.placed(chosen, inputs), runner.excess(chosen)
+            over = self._sequences.over(chosen, excess)
+            if not over or (again == TIGHTENED and self.options.budget.kind == "fraction"):
+                return made
+            if again == TIGHTENED:
+                raise _over_budget(chosen, over)
+            chosen = self._sequences.tightened(excess)
+        return runner.least(inputs)
 
     def _run_alone(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
         made = runner.alone(inputs)
@@ -209,6 +227,21 @@ class Session:
     def resident(self, inputs: Sequence[Any], device: torch.device) -> int:
         """Bytes at entry: parameters, buffers, inputs, gradients, optimizer state if declared."""
         return resident_bytes((inputs, self._given, self.owner, self.options.optimizer), device)
+
+
+def _over_budget(plan: Plan, over: int) -> BudgetTooSmall:
+    budget = plan.memory_budget
+    assert budget is not None
+    reached = budget + over
+    return BudgetTooSmall(
+        f"memory_budget is {format_bytes(budget)} ({budget} bytes), but in {1 + TIGHTENED} "
+        f"compilations inductor's code brought the whole step to {format_bytes(reached)} "
+        f"({reached} bytes) at least. Give that much, or a smaller batch; "
+        'executor="eager" follows its plan to the byte',
+        memory_budget=budget,
+        least_peak=reached,
+        peak_lower_bound=plan.solution.peak_lower_bound,
+    )
 
 
 def not_one_graph(broken: dynamo.Break) -> CaptureError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -20,6 +20,9 @@ from remat.passes.torch_private import autograd
 from remat.plans import Plan
 
 _NOT_SEEN: Final = -1
+_UNFORESEEN: Final = 0.02
+"""A backward that takes so much more than planned is taken for the plan's; more than that is code
+outside the graph, whose bytes no plan changes."""
 
 
 @dataclass(eq=False)
@@ -288,7 +291,10 @@ class _Reader:
         # Plans of one graph say that an incoming gradient ends with its last reader.
         own = plan.solution.timeline.backward_peak - problem.fixed_bytes + counted
         own += max(0, plan.peak - plan.predicted)  # so much more the generated code takes
-        if segment.peak > beside + self.waiting + own:
+        more = segment.peak - (beside + self.waiting + own)
+        if 0 < more <= _UNFORESEEN * own:
+            self.phases[-1] = replace(self.phases[-1], beside=beside + more)
+        elif more > 0:
             self.eager(segment.peak)
 
     def _add(self, event: Event, level: int) -> int:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import remat
 from remat.backend import plans_of, step_plan_of
+from remat.graphs import GraphRunner
 from remat.measurement import resident_bytes
 from remat.passes.allocations import Allocations
 from remat.passes.torch_private import profiling
 from remat.plans import Plan, Unplanned
+from remat.sequences import Sequences
 from remat.session import UnplannedWarning
 from remat.solvers.errors import BudgetTooSmall, CaptureError, InvalidOption
 from tests.remat.broken import Block, Broken, gradients
@@ -115,6 +117,37 @@ def test_a_budget_nothing_fits_in_names_the_whole_step(x: Tensor) -> None:
         gradients(net, lambda: step(x).backward())
     assert caught.value.memory_budget == least - 150_000
     assert caught.value.least_peak == pytest.approx(least, rel=0.02)
+
+
+def test_what_generated_code_takes_more_is_given_room(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that takes 100,000 bytes more than planned, and then no more."""
+    net = Broken()
+    probe = remat.compile(net, memory_budget=0.0, **OPTIONS)
+    check(net, lambda: net(x), lambda: probe(x), x)
+    budget = probe.step_plan.least_peak + 200_000
+    monkeypatch.setattr(GraphRunner, "excess", lambda runner, plan: 100_000)
+    step = remat.compile(net, memory_budget=budget, **OPTIONS)
+    peak = check(net, lambda: net(x), lambda: step(x), x)
+    assert step.step_plan.peak <= budget
+    assert peak <= budget - 100_000
+
+
+def test_generated_code_that_always_takes_more_is_refused(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Broken()
+    probe = remat.compile(net, memory_budget=0.0, **OPTIONS)
+    check(net, lambda: net(x), lambda: probe(x), x)
+    budget = 2 * probe.step_plan.least_peak
+    monkeypatch.setattr(GraphRunner, "excess", lambda runner, plan: 1000)
+    monkeypatch.setattr(Sequences, "over", lambda sequences, plan, excess: 17)
+    step = remat.compile(net, memory_budget=budget, **OPTIONS)
+    gradients(net, lambda: step(x).backward())
+    with pytest.raises(BudgetTooSmall, match="in 5 compilations") as caught:
+        gradients(net, lambda: step(x).backward())
+    assert caught.value.least_peak == budget + 17
 
 
 def test_what_stands_between_the_graphs_is_measured(x: Tensor) -> None:
