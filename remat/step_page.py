@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from remat.report.html_data import Subject
+from remat.solvers.problem import Problem
 from remat.solvers.simulate import simulate
+
+BETWEEN: Final = "between the graphs"
 
 if TYPE_CHECKING:
     from remat.joined import Joined
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
 
 def subject_of_step(step: StepPlan) -> Subject:
     """What a page about the plan of a whole step shows."""
-    problem, calls = step.joined.problem, step.plans
+    problem, calls = _by_call(step.joined), step.plans
     timeline = simulate(problem.unrestricted, step.baseline)
     first = calls[0] if calls else None
     old_flops = timeline.flops
@@ -42,6 +46,15 @@ def subject_of_step(step: StepPlan) -> Subject:
         text=str(step),
         marks=_marks(step.joined),
     )
+
+
+def _by_call(joined: Joined) -> Problem:
+    """The joined problem with layers named by their call: two graphs may have one name for two."""
+    ops = []
+    for op, origin in zip(joined.problem.ops, joined.origin, strict=True):
+        layer = BETWEEN if origin is None else f"call.{origin[0]}.{op.layer}".removesuffix(".")
+        ops.append(replace(op, layer=layer))
+    return replace(joined.problem, ops=tuple(ops))
 
 
 def _marks(joined: Joined) -> tuple[tuple[int, str], ...]:

@@ -199,11 +199,11 @@ def _frontier(subject: Subject, frontier: Sequence[CurvePoint] | None) -> str:
     baseline = subject.baseline_timeline.peak
     here = (subject.solution.peak, subject.extra_time)
     table = [
-        (f"budget {format_bytes(p.memory_budget)}", p.peak, p.extra_time, p.least_extra_time)
-        for p in frontier
+        (format_bytes(p.memory_budget), p.peak, p.extra_time, p.least_extra_time) for p in frontier
     ]
     picture = frontier_svg(rows, baseline, here=here, inline=True)
-    return picture + _points(table, "the points of the curve")
+    legend = '<p class="muted">The ring is this plan; below the dashed line there is no plan.</p>'
+    return picture + legend + _points(table, "the points of the curve, by budget")
 
 
 Row = tuple[str, int, float | None, float | None]
@@ -223,7 +223,11 @@ def _points(rows: Iterable[Row], caption: str) -> str:
     head = "".join(f'<th scope="col" class="number">{name}</th>' for name in heads[1:])
     lines = []
     for name, peak, extra, proven in rows:
-        shares = ("–" if share is None else f"{100 * share:+.2f} %" for share in (extra, proven))
+        # Adding zero makes a rounded -0.0 a plain one.
+        shares = (
+            "–" if share is None else f"{round(100 * share, 2) + 0.0:+.2f} %"
+            for share in (extra, proven)
+        )
         cells = "".join(f'<td class="number">{cell}</td>' for cell in (format_bytes(peak), *shares))
         lines.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
     return (

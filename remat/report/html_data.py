@@ -216,6 +216,8 @@ def _without_common_prefix(labels: Sequence[str]) -> list[str]:
         if any(len(path) <= shared + 1 for path in paths):
             break
         shared += 1
+    if any(path[shared].isdigit() for path in paths):
+        shared = max(0, shared - 1)  # a bare number says nothing
     return [
         label if label in (OTHER, NO_MODULE) else ".".join(label.split(".")[shared:])
         for label in labels

@@ -162,7 +162,7 @@ def test_a_frontier_is_drawn_and_listed(plan: Plan, tmp_path: Path) -> None:
     assert text.count('class="dot"') == 2
     assert "this plan: 1.38 KiB, +10.0% time" in text
     assert text.count("<style>") == 1, "the picture takes the page's style, or the policy breaks it"
-    assert '<th scope="row">budget 1.38 KiB</th><td class="number">1.38 KiB</td>' in text
+    assert '<th scope="row">1.38 KiB</th><td class="number">1.38 KiB</td>' in text
     assert '<td class="number">+10.00 %</td><td class="number">+4.50 %</td>' in text
 
 
@@ -206,6 +206,7 @@ def test_neighbours_are_joined_in_order() -> None:
     labels, of = groups(layers, bytes_of)
     assert labels == ["wte", *(f"h.{k}–{k + 2}" for k in range(0, 24, 3)), "ln", "head"]
     assert of == sorted(of)
+    assert groups(["m.0.up", "m.1"], {"m.0.up": 1, "m.1": 1})[0] == ["m.0", "m.1"]
     labels, _ = groups(layers, bytes_of | {"model.ln": 1, "model.head": 1})
     assert labels[:3] == ["wte", "h.0–1", "h.2–3"], "what cannot be seen needs no colour"
     assert labels[-1] == OTHER
@@ -242,6 +243,12 @@ def test_the_page_of_a_whole_step(step_plan: StepPlan, tmp_path: Path) -> None:
         "0: begin", "1: begin", "2: eager", "3: begin", "4: begin"
     ]  # fmt: skip
     assert page.data["predicted"] == step_plan.peak
+
+
+def test_layers_of_a_whole_step_are_told_apart_by_call(step_plan: StepPlan) -> None:
+    data = _Page(page_html(subject_of_step(step_plan))).data
+    assert data["groups"] == ["between the graphs", "call.0", "call.1"]
+    assert "call.1.blocks.0" in data["names"]
 
 
 def test_show_writes_the_page_of_a_whole_step(step_plan: StepPlan, tmp_path: Path) -> None:

@@ -213,9 +213,13 @@ class Chart {
       if (kindOf(step) === COMPUTE && !first.has(indexOf(step))) first.set(indexOf(step), at);
     });
     const places = this.page.data.marks.map(([op, label]) => [first.get(op), label]);
+    const next = new Map(places.map(([at], k) => [at, places[k + 1]]));
     let last = -1e9;
     return places.map(([at, label]) => {
-      const x = this.x(this.from(at)), room = x - last > 70;
+      const x = this.x(this.from(at)), after = next.get(at);
+      // What runs between the graphs is often short: the graphs' own labels come first.
+      const crowded = label === "eager" && after && this.x(this.from(after[0])) - x < 70;
+      const room = !crowded && x - last > 76;
       if (room) last = x;
       return [at, room ? label : ""];
     });

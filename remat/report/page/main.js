@@ -196,7 +196,7 @@ class Page {
     let kind = "temporary";
     if (problem.flags[value] & IS_OUTPUT) kind = "output";
     else if (problem.flags[value] & TANGENT) kind = "arrives with backward";
-    else if (producer >= 0 && problem.phase[producer] === BACKWARD) kind = "gradient or backward";
+    else if (producer >= 0 && problem.phase[producer] === BACKWARD) kind = "made in backward";
     else if (action !== undefined) kind = chart.name === "after" ? ACTION_WORDS[action] : "waits for backward";
     const name = problem.valueName[value];
     const label = action === undefined ? element("code", {}, name)
