@@ -5,6 +5,10 @@ keeps only the values that enter or leave it, and is recomputed as a whole when 
 begins (Chen et al. 2016 with one segment a layer). It looks at no budget: the judge says whether
 the plan fits.
 
+With a link, what enters or leaves a checkpointed layer is offloaded instead of kept, beside the
+computation, and comes back just before it is needed. What is not gone by then stays, and so does
+what would take longer than the step to copy. Computation waits for copies where the budget demands.
+
 A layer is a member of a repeated block, read off the module path of each op: the outermost
 numeric index that takes at least two values, ``transformer.h.0``, ``model.layers.3``. Several
 stacks (encoder and decoder) are counted apart.
@@ -22,6 +26,8 @@ from remat.solvers.problem import Problem
 from remat.solvers.registry import Proposal, Request, register
 from remat.solvers.schedule import Schedule
 from remat.solvers.segments import NEVER, Demands, replay
+from remat.solvers.structure import Structure
+from remat.solvers.transfers import Trace, with_transfers
 
 _SUBSCRIPT: Final = re.compile(r"\[['\"]?(\d+)['\"]?\]")  # ``layers[3]``, ``_modules['3']``
 
@@ -44,8 +50,17 @@ def solve_every_n_layers(request: Request) -> Proposal:
             "'model.layers.0' that has a sibling; use another solver, such as 'auto'"
         )
     chosen = {block for members in blocks.values() for block in members[::every]}
-    held_from, recompute_at = checkpoint(problem, _block_of_ops(problem, blocks), chosen)
-    return Proposal(Schedule.from_computes(problem, replay(problem, held_from, recompute_at)))
+    block = _block_of_ops(problem, blocks)
+    held_from, recompute_at = checkpoint(problem, block, chosen)
+    computes = replay(problem, held_from, recompute_at)
+    if request.link is None:
+        return Proposal(Schedule.from_computes(problem, computes))
+    structure = Structure(problem, offloads=True)
+    borders = [v for v in _borders(problem, block, chosen) if held_from[v] == 0]
+    most = structure.required_seconds
+    away = {v for v in borders if request.link.seconds(problem.values[v].bytes) <= most}
+    trace = Trace.of(structure, computes)
+    return Proposal(with_transfers(trace, away, request.link, request.memory_budget).schedule())
 
 
 def repeated_blocks(layers: Iterable[str]) -> dict[str, list[str]]:
@@ -84,6 +99,17 @@ def _block_of_ops(problem: Problem, blocks: dict[str, list[str]]) -> list[str]:
                 found[index] = prefix
                 break
     return found
+
+
+def _borders(problem: Problem, block: Sequence[str], chosen: set[str]) -> set[int]:
+    """The values that enter or leave a chosen block."""
+    borders: set[int] = set()
+    for index in problem.forward:
+        for v in problem.ops[index].reads:
+            maker = problem.producer[v]
+            if maker >= 0 and block[maker] != block[index]:
+                borders |= {v} if {block[maker], block[index]} & chosen else set()
+    return borders
 
 
 def checkpoint(

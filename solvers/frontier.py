@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from remat.solvers.choose import Progress, least_peak, solve
 from remat.solvers.errors import InvalidOption
-from remat.solvers.problem import Problem
+from remat.solvers.problem import Link, Problem
 from remat.solvers.registry import PROVEN
 from remat.solvers.schedule import Schedule, Solution
 
@@ -23,6 +23,7 @@ def frontier(
     gap: float = 0.0,
     seed: int = 0,
     max_evaluations: int | None = None,
+    link: Link | None = None,
     progress: Progress | None = None,
 ) -> list[Solution]:
     """A solution for each budget, the smallest budget first.
@@ -33,6 +34,7 @@ def frontier(
     Args:
         budgets: bytes; default ``points`` of them, evenly from the least peak that a plan is found
             for to the peak of keeping everything.
+        link: where values can be offloaded to.
         time_limit: seconds for all of them together; ``max_evaluations``: for each.
 
     Raises:
@@ -44,7 +46,9 @@ def frontier(
     starts: list[Schedule] = []
     if budgets is None:
         share = time_limit / (points + 1)
-        least = least_peak(problem, time_limit=share, seed=seed, max_evaluations=max_evaluations)
+        least = least_peak(
+            problem, time_limit=share, seed=seed, max_evaluations=max_evaluations, link=link
+        )
         keep = solve(problem, memory_budget=None)
         starts.append(least.schedule)
         span = keep.peak - least.peak
@@ -61,6 +65,7 @@ def frontier(
             gap=gap,
             seed=seed,
             max_evaluations=max_evaluations,
+            link=link,
             starts=starts,
             progress=progress,
         )

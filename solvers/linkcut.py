@@ -118,7 +118,7 @@ class _LinkCut(OneCut):
         ways = super().ways(v)
         if not self.structure.may_leave(v):
             return ways
-        longest = max(self._seconds_out(v), self._seconds_back(v))
+        longest = self.link.seconds(self.problem.values[v].bytes)
         if longest > _SLOW * self.structure.required_seconds:
             self.unoffered = min(self.unoffered, longest)
             return ways
@@ -134,10 +134,10 @@ class _LinkCut(OneCut):
         return self.resident[v]
 
     def _seconds_out(self, v: int) -> float:
-        return self.link.latency + self.problem.values[v].bytes / self.link.offload_bandwidth
+        return self.link.seconds_out(self.problem.values[v].bytes)
 
     def _seconds_back(self, v: int) -> float:
-        return self.link.latency + self.problem.values[v].bytes / self.link.reload_bandwidth
+        return self.link.seconds_back(self.problem.values[v].bytes)
 
     @cached_property
     def starts(self) -> list[float]:

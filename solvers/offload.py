@@ -19,11 +19,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from remat.solvers.bounds import floor
 from remat.solvers.keep import keep_everything
 from remat.solvers.linkcut import link_cut
 from remat.solvers.milp import NODES, MilpFailure
 from remat.solvers.onecut import promising_cuts, schedule_of_cut
-from remat.solvers.problem import Link
+from remat.solvers.problem import Link, Problem
 from remat.solvers.registry import PROVEN, Proposal, Request
 from remat.solvers.schedule import Schedule
 from remat.solvers.search import Effort, Searcher
@@ -45,6 +46,21 @@ _LESS: Final = 0.9  # of the link's bandwidth, then
 _LEAD: Final = 0.02  # of the required seconds that reloads start ahead where there is room
 _MOMENT: Final = 0.05  # seconds in which nothing is begun any more
 _GRACE: Final = 1.0  # seconds after the deadline for the only plan that may fit
+
+
+def least_peak_with_offload(problem: Problem) -> int:
+    """Bytes that a plan peaks at if all that is idle leaves and may be waited for. Takes a moment.
+
+    Nothing is computed again, and the link is endless: it says what offloading could make of the
+    least peak, not how fast.
+    """
+    structure, endless = Structure(problem, offloads=True), Link(math.inf, math.inf)
+    search = Offloads(
+        Request(problem, 0, link=endless), endless, structure, floor(problem, structure)[0]
+    )
+    search.squeeze(search.price(Trace.of(structure, keep_everything(problem, structure).computes)))
+    assert search.least is not None, "keeping everything is a plan"
+    return search.least.peak
 
 
 @dataclass
@@ -175,7 +191,7 @@ class Offloads:
                 return
             chosen = schedule_of_cut(self.structure, cuts[0], answer.kept | answer.away)
             plan = self.price(Trace.of(self.structure, chosen.computes), answer.away)
-            self._planned = True
+            self._planned = self._planned or plan.peak <= self.budget
             if plan.peak > self.budget:
                 self._mend(plan)
             over = max(0, plan.peak - self.budget)
@@ -186,7 +202,7 @@ class Offloads:
             share *= _LESS if slow else 1.0
 
     def _plan_by_prefix(self, start: Schedule) -> None:
-        """Where there is no MILP plan: the values that stay away longest leave, so many or so."""
+        """Where no MILP plan fits as it is: the values that stay away longest leave, so many."""
         for schedule in (keep_everything(self.structure.problem, self.structure), start):
             trace = Trace.of(self.structure, schedule.computes)
             away = [

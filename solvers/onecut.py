@@ -156,10 +156,9 @@ class OneCut:
 
     def limit_memory(self, room: int) -> None:
         """The bytes resident at the cut, by choice, are at most ``room``."""
-        values = self.problem.values
-        self.model.at_most(
-            [(s, values[v].bytes / MIB) for v, s in self.resident.items()], room / MIB
-        )
+        sizes = {v: self.problem.values[v].bytes for v in self.resident}
+        unit = min(MIB, max(sizes.values(), default=1))  # HiGHS forgives a millionth of it
+        self.model.at_most([(s, sizes[v] / unit) for v, s in self.resident.items()], room / unit)
 
     def resident_values(self, values: tuple[float, ...]) -> frozenset[int]:
         """The values the solution keeps at the cut, those that are free there included."""

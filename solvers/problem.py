@@ -103,6 +103,18 @@ class Link:
         if not 0 <= self.latency < math.inf:
             raise InvalidOption(f"latency is {self.latency!r}; it must be finite and >= 0 seconds")
 
+    def seconds_out(self, size: int) -> float:
+        """Seconds to copy ``size`` bytes out."""
+        return self.latency + size / self.offload_bandwidth
+
+    def seconds_back(self, size: int) -> float:
+        """Seconds to copy ``size`` bytes back."""
+        return self.latency + size / self.reload_bandwidth
+
+    def seconds(self, size: int) -> float:
+        """Seconds of the slower of the two copies of ``size`` bytes."""
+        return max(self.seconds_out(size), self.seconds_back(size))
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -171,7 +171,7 @@ class _State:
         if value not in self.alive or value in self.transfers:
             self._refuse(position, f"offloads {self._name(value)}, which is not there or in flight")
         start = max(self.seconds, self.offload_free_at)
-        self.offload_free_at = start + link.latency + held.bytes / link.offload_bandwidth
+        self.offload_free_at = start + link.seconds_out(held.bytes)
         self.transfers[value] = _Transfer("offload", self.offload_free_at)
         self._note(self.live - self.overwritten)
 
@@ -181,7 +181,7 @@ class _State:
             name = self._name(value)
             self._refuse(position, f"reloads {name}, which was not offloaded and freed")
         start = max(self.seconds, self.reload_free_at)
-        self.reload_free_at = start + link.latency + held.bytes / link.reload_bandwidth
+        self.reload_free_at = start + link.seconds_back(held.bytes)
         self.transfers[value] = _Transfer("reload", self.reload_free_at)
         self._allocate(value)
         self._note(self.live - self.overwritten)

@@ -152,8 +152,7 @@ class Transfers:
         seconds: of the step, waits included; ``waits``: of these, those for transfers.
         used: bytes while each op runs.
         returning: values that come back for every reader.
-        late: values that were still leaving when they were needed: they stay, and should be left
-            out.
+        late: values that were not gone before they were needed: they should be left out.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class Transfers:
         return starts
 
     def _seconds_back(self, v: int) -> float:
-        return self.link.latency + self.values[v].bytes / self.link.reload_bandwidth
+        return self.link.seconds_back(self.values[v].bytes)
 
     def _add(self, position: int, kind: StepKind, v: int) -> None:
         self.before.setdefault(position, []).append(Step(kind, v))
@@ -241,8 +240,8 @@ class Transfers:
         """After the op: what it wrote starts to leave; what it was the last to read may go."""
         for v in self._starts.get(position, ()):
             start = max(self.seconds, self._out_free_at)
-            seconds = self.link.latency + self.values[v].bytes / self.link.offload_bandwidth
-            self._out_free_at = self._out_done[v] = start + seconds
+            self._out_free_at = start + self.link.seconds_out(self.values[v].bytes)
+            self._out_done[v] = self._out_free_at
             self._add(position + 1, "offload", v)
         for v in self._ripe.get(position, ()):
             heapq.heappush(self._leaving, (self._out_done[v], v))
@@ -270,7 +269,7 @@ class Transfers:
         """Start, in order, the reloads that must start before the next op and that have room."""
         while self._next < len(self.visits):
             k, visit = self._next, self.visits[self._next]
-            if visit.value in self.freed_at:
+            if self.freed_at.get(visit.value, visit.first) < visit.first:
                 if visit.first > position and not self._may_start(k, position):
                     return
                 start = max(self.seconds, self._back_free_at)
@@ -286,8 +285,8 @@ class Transfers:
             self._next += 1
 
     def _may_start(self, k: int, position: int) -> bool:
-        visit = self.visits[k]
-        if self._due[k] - self.lead >= self.trace.clock[position + 1] or visit.after >= position:
+        visit, early = self.visits[k], max(self.trace.boundary, self.visits[k].after + 1)
+        if position < early or self._due[k] - self.lead >= self.trace.clock[position + 1]:
             return False
         most = int(self.used[position : visit.first].max()) + self._leaving_bytes
         return most + self.values[visit.value].bytes <= self.memory_budget

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from remat.solvers.problem import Op, OutputOf, Phase, Problem, Value
+from remat.solvers.problem import Link, Op, OutputOf, Phase, Problem, Value
+from remat.solvers.retention import computes_from_retention
+from remat.solvers.structure import Structure
 
 BYTES = st.integers(0, 8)
 SECONDS = st.integers(0, 6).map(float)
@@ -178,3 +180,19 @@ def renamed(problem: Problem) -> Problem:
     values = tuple(replace(v, name=f"n{-i % 97}_{i}") for i, v in enumerate(problem.values))
     ops = tuple(replace(op, name=f"m{-i % 89}_{i}") for i, op in enumerate(problem.ops))
     return replace(problem, values=values, ops=ops)
+
+
+@st.composite
+def links(draw: st.DrawFn) -> Link:
+    """A link beside ops of a few seconds and values of a few bytes: far too slow to endless."""
+    bandwidths = st.sampled_from((0.01, 0.5, 2.0, 8.0, 1e9, float("inf")))
+    return Link(draw(bandwidths), draw(bandwidths), draw(st.sampled_from((0.0, 0.25, 2.0))))
+
+
+@st.composite
+def plans(draw: st.DrawFn, problem: Problem) -> list[int]:
+    """The ops of some plan, in order: what backward needs is kept or computed again at random."""
+    structure = Structure(problem)
+    dropped = [value.name for value in problem.values if draw(_CHANCE)]
+    kept = {v for v, value in enumerate(problem.values) if value.name not in dropped}
+    return computes_from_retention(problem, [kept], structure=structure)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from remat.solvers.errors import InvalidOption
 from remat.solvers.every_n_layers import repeated_blocks, solve_every_n_layers
-from remat.solvers.problem import Op, Problem, Value
+from remat.solvers.problem import Link, Op, Problem, Value
 from remat.solvers.registry import Request
 from remat.solvers.schedule import Decision, decisions
+from remat.solvers.simulate import simulate
 
 
 @pytest.mark.parametrize(
@@ -100,3 +103,37 @@ def test_a_model_without_layers_is_told_so():
 def test_n_is_a_positive_int(every):
     with pytest.raises(InvalidOption, match=f"every_n_layers is {every!r}; it must be an int >= 1"):
         solve_every_n_layers(Request(model(2), None, every_n_layers=every))
+
+
+def offloaded(problem: Problem, link: Link, every: int = 1) -> set[str]:
+    """Names of the values that leave; the judge accepts the plan."""
+    proposal = solve_every_n_layers(Request(problem, None, every_n_layers=every, link=link))
+    simulate(problem, proposal.schedule, link)
+    chosen = decisions(problem, proposal.schedule)
+    return {problem.values[v].name for v, what in chosen.items() if what is Decision.OFFLOAD}
+
+
+def test_with_a_link_the_borders_of_checkpointed_layers_leave():
+    timed = tuple(replace(op, seconds=1.0) for op in model(4).ops)
+    problem = Problem(model(4).values, timed)
+    fast = Link(10.0, 10.0)
+    borders = {
+        "e",
+        "down0",
+        "down1",
+        "down2",
+    }  # down3 is read again at once, by the loss's backward
+    assert offloaded(problem, fast) == borders
+    assert offloaded(problem, fast, every=4) == {"e", "down0"}  # of layer 0 alone
+    alone = solve_every_n_layers(Request(problem, None)).schedule
+    linked = solve_every_n_layers(Request(problem, None, link=fast)).schedule
+    assert linked.computes == alone.computes
+    assert simulate(problem, linked, fast).peak < simulate(problem, alone).peak
+    assert simulate(problem, linked, fast).seconds == simulate(problem, alone).seconds
+
+
+def test_a_border_that_a_link_cannot_carry_stays():
+    timed = tuple(replace(op, seconds=1.0) for op in model(4).ops)
+    problem = Problem(model(4).values, timed)
+    assert offloaded(problem, Link(1e-3, 1e-3)) == set()
+    assert offloaded(problem, Link(0.2, 0.2)) < {"e", "down0", "down1", "down2"}
