@@ -12,6 +12,7 @@ from torch import fx
 
 from remat.cost.device import find_device
 from remat.executors import eager, inductor
+from remat.executors.cudagraph import as_planned
 from remat.measurement import resident_bytes, resident_tensors
 from remat.options import Options
 from remat.partitioner import Ledger, partition
@@ -41,6 +42,7 @@ def plan_on_fake_tensors(
         CaptureError: the step is not one graph, or nothing in it trains.
         BudgetTooSmall: no plan fits.
     """
+    options = as_planned(options)
     mode = dynamo.fake_mode()
     fake_model, (fake_args, fake_kwargs) = _copy(mode, model, args, kwargs)
     made: list[Plan] = []

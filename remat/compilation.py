@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.executors import eager, inductor
+from remat.executors import cudagraph, eager, inductor
 from remat.inductor import compile_step
 from remat.options import Options
 from remat.partitioner import Ledger, partition
@@ -50,7 +50,7 @@ def compile_graph(
     Raises:
         RematError: it has no plan that keeps the budget, or cannot be planned.
     """
-    made = _compile_graph(graph, inputs, options, ledger)
+    made = _compile_graph(graph, inputs, cudagraph.as_planned(options), ledger)
     log_plan(made.plan)
     return made
 
@@ -73,8 +73,9 @@ def _compile_graph(
         label(parts.forward, parts.backward, parts.plan, op_of)
         return parts.forward, parts.backward
 
+    executor = cudagraph if options.executor == "cudagraph" else eager
     with dynamo.outside_compilation():
-        run = eager.compile_graph(
+        run = executor.compile_graph(
             graph, inputs, partition=split, on_inference=lambda _: made.append(_inference())
         )
     if len(made) != 1:

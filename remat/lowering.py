@@ -47,12 +47,21 @@ def lower_for_eager(
     model: CostModel,
     resident: int,
     torch_options: Mapping[str, Any],
+    *,
+    replays_random: bool = True,
 ) -> Lowering:
-    """Every op by itself; torch's own partition saves everything backward reads."""
+    """Every op by itself; torch's own partition saves everything backward reads.
+
+    Args:
+        replays_random: whether random ops can run again; the host cannot set a generator's state
+            inside a recorded graph.
+    """
     storages = Storages.of(joint, spec.granularity, device.type)
     costs = model.costs(op_nodes(joint, storages))
     how = f"{model.mode} on {spec.name}"
-    lowered = lower(joint, storages, costs, fixed_bytes=resident, cost=how)
+    lowered = lower(
+        joint, storages, costs, fixed_bytes=resident, cost=how, replays_random=replays_random
+    )
     own = private.default_partition(
         joint.module, joint_inputs, joint.num_forward_outputs, **torch_options
     )

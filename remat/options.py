@@ -50,8 +50,8 @@ class Options:
         every_n_layers: checkpoint layers 1, N+1, 2N+1, … and keep the rest; chooses the solver of
             that name.
         offload: not in this version.
-        executor: who runs the plan, ``"eager"`` or ``"inductor"``. None is read as
-            :func:`default_executor`.
+        executor: who runs the plan, ``"eager"``, ``"inductor"`` or ``"cudagraph"``. None is read
+            as :func:`default_executor`.
         time_limit: seconds the solver may take for one graph; under inductor it takes at most a
             share of what compiling takes.
         gap: stop solving when a better plan could be faster by at most this share (0.01 = 1 %).
@@ -63,7 +63,8 @@ class Options:
             ``"ignore"``.
         double_backward: backward may go through gradients (``create_graph=True``). Compiled graphs
             hold one backward, so graphs that train then run uncompiled and unplanned.
-        inductor: options of inductor's, as ``torch.compile(options=...)`` takes them.
+        inductor: options of inductor's, as ``torch.compile(options=...)`` takes them. With
+            ``"cudagraph"``, graphs are then compiled, and recorded, by inductor.
         plan: a stored plan to replay, or the path of one (it is loaded here).
         progress: called while a plan is sought, maybe from another thread, with (seconds of the
             best plan or None, seconds no plan can beat) as they improve.
@@ -155,11 +156,7 @@ class Options:
 
 def _refuse_what_this_version_lacks(options: Options) -> None:
     """Known options that do nothing yet; a line goes when what it names arrives."""
-    if options.executor == "cudagraph":
-        raise InvalidOption(
-            'executor="cudagraph" is not in this version; write "inductor" or "eager"'
-        )
-    if options.inductor is not None and options.executor != "inductor":
+    if options.inductor is not None and options.executor == "eager":
         raise InvalidOption(
             f"inductor={options.inductor!r} says nothing to executor={options.executor!r}; leave "
             'it out, or write executor="inductor"'

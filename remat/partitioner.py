@@ -33,6 +33,7 @@ from remat.passes.storages import main_device, tensors_of
 from remat.passes.torch_private import partition as private
 from remat.passes.verify import verify_joint, verify_split
 from remat.plans import Plan
+from remat.pooled import in_pool
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.cold import KERNELS
@@ -123,6 +124,7 @@ def partition(
         graph_hash=graph_hash,
         notes=_notes(made, regions, spec, device),
         one_of_several=ledger.one_of_several,
+        static=_copied_bytes(joint, spec, torch_options),
     )
     schedule = plan.solution.schedule
     wrong = reads_overwritten(joint, own[1])
@@ -145,6 +147,7 @@ def make_plan(
     graph_hash: str,
     notes: tuple[str, ...] = (),
     one_of_several: bool = False,
+    static: int = 0,
 ) -> tuple[Lowered, Plan]:
     """Plan a lowered graph: the problem with the user's decisions in it, and what was decided.
 
@@ -152,6 +155,7 @@ def make_plan(
         undecided: without the user's decisions.
         unasked: what the executor does unasked, for the lowered graph with those decisions.
         one_of_several: a pattern of modules may mean one of another graph.
+        static: of a recorded graph, bytes of copies of its inputs and outputs.
 
     Raises:
         BudgetTooSmall: no plan fits.
@@ -162,7 +166,13 @@ def make_plan(
         decided = decided.known_in(undecided.problem)
     lowered = dataclasses.replace(undecided, problem=decided.constrain(undecided.problem))
     baseline = unasked(lowered)
-    chosen = _choose(lowered, undecided.problem, baseline, options, graph_hash, spec)
+
+    def choose(options: Options) -> _Choice:
+        return _choose(lowered, undecided.problem, baseline, options, graph_hash, spec)
+
+    chosen, replayed = choose(options), None
+    if options.executor == "cudagraph":
+        chosen, replayed = _in_pool(lowered.problem, chosen, choose, options, static)
     plan = Plan(
         remat_version=__version__,
         torch_version=torch.__version__,
@@ -175,6 +185,7 @@ def make_plan(
         baseline=baseline,
         least_peak=chosen.least_peak,
         notes=(*notes, *decided.notes(undecided.problem)),
+        replayed_peak=replayed,
         **dataclasses.asdict(decided),
     )
     return lowered, plan
@@ -195,7 +206,28 @@ def _lower(
     given = (joint, joint_inputs, spec, device, model, ledger.total, torch_options)
     if options.executor == "inductor":
         return lower_for_inductor(*given, donated=ledger.donates)
-    return lower_for_eager(*given)
+    return lower_for_eager(*given, replays_random=options.executor != "cudagraph")
+
+
+def _in_pool(
+    problem: Problem,
+    chosen: _Choice,
+    choose: Callable[[Options], _Choice],
+    options: Options,
+    static: int,
+) -> tuple[_Choice, int]:
+    def solve(budget: int) -> Solution:
+        return choose(dataclasses.replace(options, memory_budget=budget)).solution
+
+    solution, peak, budget = in_pool(
+        problem,
+        chosen.solution,
+        chosen.memory_budget if options.plan is None else None,
+        solve,
+        static=static,
+        is_fraction=options.budget.kind == "fraction",
+    )
+    return dataclasses.replace(chosen, solution=solution, memory_budget=budget), peak
 
 
 @dataclass(frozen=True)
@@ -360,6 +392,18 @@ def _replay(problem: Problem, options: Options, graph_hash: str) -> _Choice:
         lower_bound=min(timeline.seconds, Structure(problem).required_seconds),
     )
     return _Choice(solution, plan.memory_budget, plan.least_peak)
+
+
+def _copied_bytes(joint: JointGraph, spec: DeviceSpec, torch_options: Mapping[str, Any]) -> int:
+    """Of a recorded graph: copies of inputs that move, of what forward returns, and of gradients,
+    which autograd does not take over out of a graph's memory.
+    """
+    stays = set(torch_options.get("static_lifetime_input_indices") or ())
+    nodes = [node for index, node in enumerate(joint.primals) if index not in stays]
+    nodes += [node for node in joint.forward_outputs if isinstance(node, fx.Node)]
+    nodes += {node: None for node in joint.backward_outputs if isinstance(node, fx.Node)}
+    sizes = (t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
+    return sum(-(-size // spec.granularity) * spec.granularity for size in sizes)
 
 
 def _notes(made: Lowering, regions: int, spec: DeviceSpec, device: torch.device) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -48,6 +49,7 @@ class Places:
         modules, optimizers: what was found, outermost first.
         holders: where the function finds tensors by name.
         arguments: (args, kwargs) of the call.
+        lifts_rates: learning rates that are numbers are inputs, not part of the graph.
         inputs: every tensor once, in the order it was met.
         paths: of every module, for people.
     """
@@ -57,13 +59,19 @@ class Places:
     tensors: list[torch.Tensor]
     holders: list[Holder]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    lifts_rates: bool = True
     inputs: list[torch.Tensor] = field(default_factory=list)
     paths: dict[nn.Module, str] = field(default_factory=dict)
     _index: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        function: Callable[..., Any], state: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+        function: Callable[..., Any],
+        state: object,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        lifts_rates: bool = True,
     ) -> Places:
         """Look through what a function can name, ``state``, and the arguments of a call.
 
@@ -71,7 +79,7 @@ class Places:
             InvalidOption: ``state`` holds what is neither module nor optimizer.
         """
         roots, holders = reach(function, state)
-        found = Places([], [], [], holders, (args, kwargs))
+        found = Places([], [], [], holders, (args, kwargs), lifts_rates)
         named = pytree.tree_leaves([holder.content for holder in holders])
         for root in (*roots, *pytree.tree_leaves((args, kwargs)), *named):
             found._look(root)
@@ -121,8 +129,19 @@ class Places:
             (group, group["lr"])
             for optimizer in self.optimizers
             for group in optimizer.param_groups
-            if isinstance(group.get("lr"), float)
+            if self._is_lifted(group)
         ]
+
+    def _is_lifted(self, group: dict[str, Any]) -> bool:
+        return self.lifts_rates and isinstance(group.get("lr"), float)
+
+    def passed(self) -> frozenset[int]:
+        """Inputs that come by the arguments of the call, and are no parameters."""
+        leaves = pytree.tree_leaves(self.arguments)
+        found = (
+            self.index(x) for x in leaves if isinstance(x, torch.Tensor) and not x.requires_grad
+        )
+        return frozenset(index for index in found if index is not None)
 
     def signature(self) -> tuple[Any, ...]:
         """All that a graph of this call depends on, but for contents of tensors."""
@@ -164,7 +183,7 @@ class Places:
         for optimizer in self.optimizers:
             yield id(optimizer)
             for group in optimizer.param_groups:
-                lifted = isinstance(group.get("lr"), float)
+                lifted = self._is_lifted(group)
                 yield tuple(
                     (name, self._describe(value))
                     for name, value in group.items()
@@ -307,7 +326,7 @@ def reach(function: Callable[..., Any], state: object) -> tuple[list[object], li
             )
         found.append(leaf)
     holders = []
-    for holder in _named(function):
+    for holder in _named(function, set()):
         leaves = pytree.tree_leaves(holder.content)
         found += [item for item in leaves if isinstance(item, nn.Module | torch.optim.Optimizer)]
         if any(isinstance(item, torch.Tensor) for item in leaves):
@@ -315,8 +334,20 @@ def reach(function: Callable[..., Any], state: object) -> tuple[list[object], li
     return found, holders
 
 
-def _named(function: Callable[..., Any]) -> Iterator[Holder]:
-    """What the code of a function can name: closure, globals, attributes of ``self``."""
+def _named(function: Callable[..., Any], seen: set[int]) -> Iterator[Holder]:
+    """What the code of a function can name: closure, globals, attributes of ``self``; and what the
+    functions it names so can name.
+    """
+    seen.add(id(function))
+    for holder in _named_directly(function):
+        yield holder
+        inner = holder.content
+        is_new = isinstance(inner, FunctionType | MethodType) and id(inner) not in seen
+        if is_new and not inner.__module__.startswith("torch"):
+            yield from _named(inner, seen)
+
+
+def _named_directly(function: Callable[..., Any]) -> Iterator[Holder]:
     bound = getattr(function, "__self__", None)
     inner: Any = getattr(function, "__func__", function)
     if isinstance(bound, nn.Module | torch.optim.Optimizer):

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from remat.cost.device import find_device
 from remat.cost.model import CostModel
+from remat.executors import cudagraph
 from remat.measurement import resident_bytes
 from remat.options import Options
 from remat.partitioner import make_plan
@@ -86,7 +87,7 @@ class CompiledStep:
 
     @dynamo.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        places = Places.of(self._function, self._state, args, kwargs)
+        places = self._places(args, kwargs)
         key = places.signature()
         if key not in self._captured:
             self._check_limit()
@@ -100,8 +101,13 @@ class CompiledStep:
             BudgetTooSmall: no plan fits.
             CaptureError: the step cannot be one graph.
         """
-        places = Places.of(self._function, self._state, args, kwargs)
+        places = self._places(args, kwargs)
         return _capture(self._function, places, self._options, run=False).plan
+
+    def _places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Places:
+        # A recorded graph could not read a number on the host anew.
+        lifts = self._options.executor != "cudagraph"
+        return Places.of(self._function, self._state, args, kwargs, lifts_rates=lifts)
 
     def _check_limit(self) -> None:
         if len(self._captured) >= _LIMIT:
@@ -188,6 +194,7 @@ def _capture(
             [*places.inputs, *_rate_tensors(places)], device, spec.granularity
         ),
         cost=f"{model.mode} on {spec.name}",
+        replays_random=options.executor != "cudagraph",
     )
     lowered, plan = make_plan(
         with_updates(lowered, step, spec.bandwidth),
@@ -195,16 +202,31 @@ def _capture(
         options,
         spec,
         graph_hash=step.hash,
+        static=_static_bytes(step, places, spec.granularity),
         notes=("a whole step in one graph: loss, gradients, updates", *lowered.kept),
     )
     made = emit_step(lowered, plan.solution.schedule)
-    return _Captured(_runner(made, options, places), bound, plan)
+    return _Captured(_runner(step, made, options, places) if run else made, bound, plan)
 
 
-def _runner(made: fx.GraphModule, options: Options, places: Places) -> Graph:
+def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:
+    """For a recorded step: copies of its arguments, and of what it returns."""
+    sizes = [places.inputs[index].untyped_storage().nbytes() for index in places.passed()]
+    for node in step.results:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            sizes.append(value.numel() * value.element_size())
+    return sum(-(-size // granularity) * granularity for size in sizes)
+
+
+def _runner(step: StepGraph, made: fx.GraphModule, options: Options, places: Places) -> Graph:
     if options.executor != "cudagraph":
         return made
-    raise InvalidOption('executor="cudagraph" is not in this version; write "eager"')
+    updated = {update.target for update in step.updates}
+    fixed = frozenset(i for i, node in enumerate(step.inputs) if node in updated)
+    copied = places.passed() - fixed
+    static = [index not in copied for index in range(len(step.inputs))]
+    return cudagraph.whole_step(step, made, static, inputs=places.inputs)
 
 
 def _trace(function: Callable[..., Any], places: Places) -> tuple[StepGraph, _Bound]:

@@ -65,7 +65,6 @@ def test_bad_values_are_refused_with_an_example(name: str, given: object, messag
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"executor": "cudagraph"}, 'executor="cudagraph" is not in this version'),
         ({"offload": True}, "offload='host' is not in this version; leave offload out"),
         ({"offload": Path("/tmp/store")}, "offload='/tmp/store' is not in this version"),
         (

@@ -1,0 +1,72 @@
+"""A plan for a recorded graph is held to the memory of its pool.
+
+What a recorded step takes is what its pool has reserved (:mod:`remat.executors.cudagraph_pool`),
+which the solvers do not see: they count what is alive. Where the pool of their plan breaks the
+budget, they are asked for less, by what was too much, four times at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from remat.executors.cudagraph_pool import captured_peak
+from remat.solvers.errors import BudgetTooSmall
+from remat.solvers.problem import Problem
+from remat.solvers.schedule import Solution
+from remat.solvers.units import format_bytes
+
+_TRIES: Final = 4
+
+
+def in_pool(
+    problem: Problem,
+    first: Solution,
+    budget: int | None,
+    solve: Callable[[int], Solution],
+    *,
+    static: int,
+    is_fraction: bool,
+) -> tuple[Solution, int, int | None]:
+    """The solution to record, its peak with the pool, and the budget it keeps.
+
+    Args:
+        first: the solution for ``budget`` bytes alive.
+        solve: finds one for fewer bytes alive.
+        static: bytes of copies at fixed addresses.
+        is_fraction: the budget was a fraction. Of that the least peak that was reached will do.
+
+    Raises:
+        BudgetTooSmall: no pool was found that keeps a budget of bytes.
+    """
+    best, peak = first, captured_peak(problem, first.schedule, static=static)
+    if budget is None:
+        return best, peak, None
+    aim, lowest = budget, peak
+    for _ in range(_TRIES):
+        if peak <= budget:
+            break
+        aim -= lowest - budget
+        if aim <= 0:
+            break
+        try:
+            found = solve(aim)
+        except BudgetTooSmall:
+            break
+        lowest = captured_peak(problem, found.schedule, static=static)
+        if lowest < peak:
+            best, peak = found, lowest
+        if lowest <= budget:
+            break
+    if peak <= budget or is_fraction:
+        return best, peak, max(peak, budget)
+    raise BudgetTooSmall(
+        f"recorded as a CUDA graph the step takes {format_bytes(peak)} ({peak} bytes) at the least "
+        f"that was found, with the rounding of its pool, and memory_budget is "
+        f"{format_bytes(budget)} ({budget} bytes); what is alive at its peak are "
+        f"{format_bytes(best.peak)}. Give the difference, or run the plan unrecorded: "
+        'executor="eager"',
+        memory_budget=budget,
+        least_peak=peak,
+        peak_lower_bound=best.peak_lower_bound,
+    )

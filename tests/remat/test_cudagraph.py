@@ -1,0 +1,268 @@
+"""The CUDA graph executor on a CPU: everything but the raw calls, by a recorder that runs again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.executors import cudagraph
+from remat.executors.cudagraph_capture import IN_FLIGHT, Captured
+from remat.passes.torch_private.capturing import borrowed
+from remat.pooled import in_pool
+from remat.solvers.errors import BudgetTooSmall, CaptureError, InvalidOption, RematError
+from tests.remat.conftest import BASELINE, PROBLEM, RECOMPUTES_A
+from tests.remat.tape import FakeRecorder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated.*:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
+    """Stands for torch's recorder, whatever the device."""
+    fake = FakeRecorder()
+    monkeypatch.setattr(cudagraph, "check_device", lambda inputs: torch.device("cpu"))
+    monkeypatch.setattr(cudagraph, "CudaRecorder", lambda device: fake)
+    monkeypatch.setattr(cudagraph, "DEVICE_TYPE", "cpu")
+    return fake
+
+
+def doubles(fake: FakeRecorder, **options: Any) -> tuple[Captured, Tensor]:
+    weight = torch.tensor([1.0, 2.0])
+
+    def run(given: list[Any]) -> list[Any]:
+        x, w = given
+        given.clear()
+        return [x * w, w, x]
+
+    return Captured(run, [False, True], fake, 0, **options), weight
+
+
+def test_a_graph_is_warmed_up_then_recorded_then_replayed() -> None:
+    fake = FakeRecorder()
+    captured, w = doubles(fake)
+    results = []
+    for factor in range(1, 5):
+        x = torch.full((2,), float(factor))
+        product, same, passed = captured([x, w])
+        assert torch.equal(product, x * w)
+        assert same is w
+        assert passed is x
+        results.append(product)
+    assert (fake.warmed, fake.recorded_in, fake.replayed) == (1, [0], 3)
+    # What was returned before is not written over.
+    assert [r[0].item() for r in results] == [1.0, 2.0, 3.0, 4.0]
+    assert captured.copied_bytes == 8
+
+
+def test_a_parameter_that_moves_is_refused() -> None:
+    captured, w = doubles(FakeRecorder(), name="forward", warm=True)
+    captured([torch.ones(2), w])
+    w.mul_(2)
+    assert torch.equal(captured([torch.ones(2), w])[0], w)
+    with pytest.raises(RematError, match=r"input 1 of forward \(shape \(2,\)\) has moved"):
+        captured([torch.ones(2), w.clone()])
+
+
+def test_inputs_that_are_written_are_written_back() -> None:
+    def run(given: list[Any]) -> list[Any]:
+        given[0].add_(given[1])
+        return []
+
+    captured = Captured(run, [False, False], FakeRecorder(), 0, written=frozenset({0}), warm=True)
+    x = torch.zeros(2)
+    for _ in range(3):
+        captured([x, torch.ones(2)])
+    assert torch.equal(x, torch.full((2,), 3.0))
+
+
+def test_borrowed_memory_is_not_kept() -> None:
+    owner = torch.arange(6.0).reshape(2, 3).t()
+    alias = borrowed(owner)
+    assert torch.equal(alias, owner)
+    owner.add_(1)
+    assert torch.equal(alias, owner)
+    assert alias.untyped_storage()._cdata != owner.untyped_storage()._cdata
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.norm(x).square().mean()
+
+
+def compiled(net: nn.Module, **options: Any) -> Callable[..., Any]:
+    return remat.compile(
+        net, executor="cudagraph", time_limit=0.2, cost="roofline", on_unplanned="ignore", **options
+    )
+
+
+def test_forward_and_backward_are_recorded_in_one_pool(recorder: FakeRecorder) -> None:
+    net = Net()
+    twin = copy.deepcopy(net)
+    run = compiled(net)
+    for _ in range(4):
+        x = torch.randn(32, 16)
+        loss, wanted = run(x), twin(x)
+        assert torch.equal(loss, wanted)
+        loss.backward()
+        wanted.backward()
+        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        for ours, theirs in zip(net.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert recorder.recorded_in == [1, 1]
+    assert run.plans[0].executor == "cudagraph"
+    assert run.plans[0].replayed_peak > run.plans[0].predicted
+
+
+def test_microbatches_in_flight_have_pools_of_their_own(recorder: FakeRecorder) -> None:
+    net = Net()
+    twin = copy.deepcopy(net)
+    run = compiled(net)
+    for _ in range(3):
+        batches = [torch.randn(8, 16) for _ in range(3)]
+        losses, wanted = [run(x) for x in batches], [twin(x) for x in batches]
+        for ours, theirs in zip(reversed(losses), reversed(wanted), strict=True):
+            ours.backward()
+            theirs.backward()
+        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+    assert recorder.pools == 3
+    assert sorted(recorder.recorded_in) == [1, 1, 2, 2, 3, 3]
+
+
+def test_too_many_in_flight_and_dropped_ones(recorder: FakeRecorder) -> None:
+    run, x = compiled(Net()), torch.randn(8, 16)
+    for _ in range(2 * IN_FLIGHT):
+        run(x)  # dropped at once: nobody waits
+    assert recorder.pools == 1
+    held = [run(x) for _ in range(IN_FLIGHT)]
+    with pytest.raises(RematError, match="4 forwards wait for their backward"):
+        run(x)
+    held[0].backward()
+    run(x).backward()
+
+
+def test_a_second_backward_is_refused(recorder: FakeRecorder) -> None:
+    run, x = compiled(Net()), torch.randn(8, 16)
+    for _ in range(2):
+        run(x).backward()
+    loss = run(x)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RematError, match="a second backward through one forward"):
+        loss.backward()
+    run(x).backward()
+
+
+def test_a_whole_step_is_recorded(recorder: FakeRecorder) -> None:
+    net = Net()
+    twin = copy.deepcopy(net)
+
+    def training(model: nn.Module) -> Callable[..., Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    run = remat.compile_step(
+        training(net), executor="cudagraph", memory_budget=0.5, time_limit=0.2, cost="roofline"
+    )
+    plain = training(twin)
+    for _ in range(5):
+        x = torch.randn(32, 16)
+        assert torch.equal(run(x), plain(x))
+        for ours, theirs in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs)
+    # The first step makes the momenta and is another graph, run once.
+    assert (recorder.warmed, len(recorder.recorded_in), recorder.replayed) == (2, 1, 3)
+
+
+def test_what_cannot_be_recorded_is_refused_by_name(recorder: FakeRecorder) -> None:
+    w = nn.Parameter(torch.randn(8))
+
+    def step(x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad((w * x).sum(), w)
+        return torch.index_put(gradient, (x > 0,), x.sum())
+
+    run = remat.compile_step(
+        lambda x: step(x).sum(), executor="cudagraph", state=(), cost="roofline"
+    )
+    with pytest.raises(CaptureError, match="indexes by a mask"):
+        run(torch.randn(8))
+
+
+def test_on_a_machine_without_cuda_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    with pytest.raises(
+        CaptureError, match=r"records CUDA graphs, and the step is on the cpu: .*h100"
+    ):
+        compiled(Net())(torch.randn(8, 16))
+    step = remat.compile_step(lambda w: torch.autograd.grad(w.sum(), w), executor="cudagraph")
+    with pytest.raises(CaptureError, match="records CUDA graphs"):
+        step(torch.ones(2, requires_grad=True))
+
+
+def test_a_plan_for_a_gpu_counts_the_pool() -> None:
+    net, x = (
+        nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)),
+        torch.randn(512, 64),
+    )
+    options = dict(loss=lambda y: y.square().mean(), device="h100", time_limit=0.2)
+    eager = remat.plan(net, (x,), executor="eager", **options)
+    plan = remat.plan(net, (x,), executor="cudagraph", **options)
+    assert plan.replayed_peak == plan.peak >= eager.peak + (1 << 20)
+    assert (plan.peak - plan.problem.fixed_bytes) % 512 == 0
+    with pytest.raises(BudgetTooSmall, match="with the rounding of its pool"):
+        remat.plan(net, (x,), executor="cudagraph", memory_budget=eager.peak, **options)
+
+
+def test_a_budget_is_tightened_by_what_the_pool_takes_more(solution: Any) -> None:
+    asked: list[int] = []
+
+    def solve(budget: int) -> Any:
+        asked.append(budget)
+        raise BudgetTooSmall("no", memory_budget=budget, least_peak=1, peak_lower_bound=1)
+
+    pool = 2 << 20
+    found = in_pool(PROBLEM, solution, 1004 + pool, solve, static=0, is_fraction=False)
+    assert found == (solution, 1004 + pool, 1004 + pool)
+    assert asked == []
+    with pytest.raises(BudgetTooSmall, match="at the least that was found"):
+        in_pool(PROBLEM, solution, 1000 + pool, solve, static=0, is_fraction=False)
+    assert asked == [996 + pool]
+    _, peak, budget = in_pool(PROBLEM, solution, 1450, solve, static=0, is_fraction=True)
+    assert peak == budget == 1004 + pool
+    assert BASELINE != RECOMPUTES_A
+
+
+def test_with_options_of_inductors_the_trees_record() -> None:
+    options = remat.Options.make(executor="cudagraph", inductor={"max_autotune": True})
+    planned = cudagraph.as_planned(options)
+    assert planned.executor == "inductor"
+    assert planned.inductor == {"max_autotune": True, "triton.cudagraphs": True}
+    with pytest.raises(InvalidOption, match="offload=.host."):
+        remat.Options.make(executor="cudagraph", offload=True)
