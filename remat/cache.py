@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from remat.solvers.problem import Problem
+from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule
 
 _PROBLEMS_KEPT: Final = 16
@@ -40,10 +40,14 @@ _LOCK: Final = threading.Lock()
 _KNOWN: Final[OrderedDict[str, KnownPlans]] = OrderedDict()
 
 
-def known_plans(problem: Problem) -> KnownPlans:
-    """The record of ``problem``, made if there is none; the least recently used one is dropped."""
+def known_plans(problem: Problem, link: Link | None = None) -> KnownPlans:
+    """The record of ``problem``, made if there is none; the least recently used one is dropped.
+
+    Args:
+        link: plans that offload are known for a link.
+    """
     with _LOCK:
-        key = dataclasses.replace(problem, fixed_bytes=0).key
+        key = f"{dataclasses.replace(problem, fixed_bytes=0).key} {link}"
         record = _KNOWN.setdefault(key, KnownPlans())
         _KNOWN.move_to_end(key)
         while len(_KNOWN) > _PROBLEMS_KEPT:

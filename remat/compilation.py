@@ -16,6 +16,9 @@ from remat.inductor import compile_step
 from remat.options import Options
 from remat.partitioner import Ledger, partition
 from remat.passes.observe import label
+from remat.passes.offload import offloaded_bytes
+from remat.passes.storages import main_device
+from remat.passes.tiers import hold
 from remat.passes.torch_private import dynamo
 from remat.passes.torch_private.double_backward import on_double_backward
 from remat.plan_log import log_plan
@@ -61,7 +64,7 @@ def _compile_graph(
     if options.double_backward:
         return CompiledGraph(graph, Unplanned("double_backward=True: this graph runs uncompiled"))
     if options.executor == "inductor":
-        return _through_inductor(graph, inputs, options, ledger)
+        return _holding_tier(_through_inductor(graph, inputs, options, ledger), inputs)
     made: list[Plan | Unplanned] = []
 
     def split(
@@ -83,7 +86,27 @@ def _compile_graph(
             f"one graph was partitioned {len(made)} times; nested graphs (invoke_subgraph) "
             "are not in this version"
         )
-    return CompiledGraph(_first_order(run), made[0])
+    return _holding_tier(CompiledGraph(_first_order(run), made[0]), inputs)
+
+
+def _holding_tier(made: CompiledGraph, inputs: Sequence[Any]) -> CompiledGraph:
+    """The same, with room for what it offloads as long as it can be called.
+
+    Raises:
+        RematError: there is not enough room.
+    """
+    plan = made.plan
+    if isinstance(plan, Unplanned) or plan.offload is None or not plan.offloaded_bytes:
+        return made
+    device = main_device(item for item in inputs if isinstance(item, torch.Tensor))
+    tier = hold(plan.offload, device, offloaded_bytes(plan.problem, plan.solution.schedule))
+    run = made.run
+
+    def call(*given: Any) -> Any:
+        assert tier is not None
+        return run(*given)
+
+    return CompiledGraph(call, plan)
 
 
 def _through_inductor(

@@ -82,6 +82,7 @@ def scheduled(plan: Plan | StepPlan) -> Scheduled:
             baseline_timeline=plan.baseline_timeline,
             memory_budget=plan.memory_budget,
             code_peak=plan.replayed_peak,
+            link=plan.link,
         )
     problem = plan.joined.problem
     return Scheduled(
@@ -92,4 +93,5 @@ def scheduled(plan: Plan | StepPlan) -> Scheduled:
         baseline=plan.baseline,
         baseline_timeline=simulate(problem.unrestricted, plan.baseline),
         memory_budget=plan.memory_budget,
+        link=plan.link,
     )

@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from remat.cost.device import find_device
+from remat.cost.link import offloading
 from remat.cost.profile import Profiler
 from remat.cost.store import environment
 from remat.executors import inductor
@@ -228,6 +229,7 @@ class _Compiler:
             f"keep {options.keep} recompute {options.recompute} device {options.device}",
             f"inductor {sorted((options.inductor or {}).items(), key=str)}",
             f"resident {self.ledger.resident} other {self.ledger.other_graphs}",
+            f"offload {offloading(options, find_device(options.device or self.device))}",
             "" if plan is None else hashlib.sha256(str(plan.to_json()).encode()).hexdigest(),
         ]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from remat.passes.offload import with_frees
 from remat.solvers.problem import Op, Problem, Value
-from remat.solvers.schedule import Schedule, Timeline
+from remat.solvers.schedule import Schedule, Step, Timeline
 
 EAGER = "eager code between the graphs"
 
@@ -52,6 +53,7 @@ class Joined:
         phases: in the order they run.
         origin: for every op, its call and its index there; None for what stands between.
         phase_of: for every op, the phase it stands in.
+        owner: for every value, its call and its index there; None for what is beside them.
     """
 
     problem: Problem
@@ -59,36 +61,56 @@ class Joined:
     phases: tuple[Phase, ...]
     origin: tuple[tuple[int, int] | None, ...]
     phase_of: tuple[int, ...]
+    owner: tuple[tuple[int, int] | None, ...]
 
     def schedule(self, schedules: Sequence[Schedule]) -> Schedule:
         """One schedule for each call, as one of the whole step."""
-        index_of = {origin: index for index, origin in enumerate(self.origin) if origin is not None}
+        op_of = {origin: index for index, origin in enumerate(self.origin) if origin is not None}
+        value_of = {owner: index for index, owner in enumerate(self.owner) if owner is not None}
         halves = [_halves(p, s) for p, s in zip(self.calls, schedules, strict=True)]
         betweens: list[list[int]] = [[] for _ in self.phases]
         for index, at in enumerate(self.phase_of):
             if self.origin[index] is None:
                 betweens[at].append(index)
-        computes: list[int] = []
+        steps: list[Step] = []
         for between, phase in zip(betweens, self.phases, strict=True):
-            if phase.kind == "eager":
-                computes += between
-                continue
-            half = halves[phase.call][phase.kind == "backward"]
-            begin, end = between
-            computes += [begin, *(index_of[phase.call, op] for op in half), end]
-        return Schedule.from_computes(self.problem, computes)
+            begin, *end = (Step("compute", index) for index in between)
+            steps.append(begin)
+            if phase.kind != "eager":
+                for step in halves[phase.call][phase.kind == "backward"]:
+                    index_of = op_of if step.kind == "compute" else value_of
+                    steps.append(Step(step.kind, index_of[phase.call, step.index]))
+            steps += end
+        return with_frees(self.problem, steps)
 
     def split(self, schedule: Schedule) -> tuple[Schedule, ...]:
-        """The part of each call in a schedule of the whole step."""
-        computes: list[list[int]] = [[] for _ in self.calls]
-        for index in schedule.computes:
-            origin = self.origin[index]
-            if origin is not None:
-                computes[origin[0]].append(origin[1])
-        return tuple(
-            Schedule.from_computes(problem, ops)
-            for problem, ops in zip(self.calls, computes, strict=True)
-        )
+        """The part of each call in a schedule of the whole step.
+
+        A copy that another call was to hide is waited for where its own forward ends.
+        """
+        parts: list[list[Step]] = [[] for _ in self.calls]
+        left = [len(problem.forward) for problem in self.calls]
+        began = [False for _ in self.calls]
+        for step in schedule.steps:
+            computes = step.kind == "compute"
+            origin = (self.origin if computes else self.owner)[step.index]
+            if computes and origin is None and self._begins_backward(step.index):
+                began[self.phases[self.phase_of[step.index]].call] = True
+            if origin is None or step.kind == "free":
+                continue
+            call, index = origin
+            if computes and self.calls[call].ops[index].phase == "forward":
+                left[call] -= 1
+            if step.kind == "wait" and left[call] == 0 and not began[call]:
+                at = _last_forward(self.calls[call], parts[call])
+                at = max(at, 1 + parts[call].index(Step("offload", index)))
+                parts[call].insert(at, Step("wait", index))
+            else:
+                parts[call].append(Step(step.kind, index))
+        return tuple(with_frees(*part) for part in zip(self.calls, parts, strict=True))
+
+    def _begins_backward(self, op: int) -> bool:
+        return self.phases[self.phase_of[op]].kind == "backward"
 
     def peaks(self, schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
         """The peak of each phase, in bytes."""
@@ -122,7 +144,12 @@ def join(calls: Sequence[Problem], phases: Sequence[Phase], resident: int) -> Jo
         cost=calls[0].cost if calls else "",
     )
     return Joined(
-        problem, tuple(calls), tuple(phases), tuple(builder.origin), tuple(builder.phase_of)
+        problem,
+        tuple(calls),
+        tuple(phases),
+        tuple(builder.origin),
+        tuple(builder.phase_of),
+        tuple(builder.owner),
     )
 
 
@@ -132,18 +159,27 @@ def kept_bytes(problem: Problem, schedule: Schedule) -> int:
     for step in schedule.steps[: schedule.boundary(problem)]:
         if step.kind == "free":
             alive.discard(step.index)
-        else:
+        elif step.kind == "compute":
             alive.update(problem.ops[step.index].writes)
     return sum(
         problem.values[value].bytes for value in alive if problem.values[value].output != "forward"
     )
 
 
-def _halves(problem: Problem, schedule: Schedule) -> tuple[list[int], list[int]]:
+def _halves(problem: Problem, schedule: Schedule) -> tuple[list[Step], list[Step]]:
     boundary = schedule.boundary(problem)
-    forward = [s.index for s in schedule.steps[:boundary] if s.kind == "compute"]
-    backward = [s.index for s in schedule.steps[boundary:] if s.kind == "compute"]
+    forward = [step for step in schedule.steps[:boundary] if step.kind != "free"]
+    backward = [step for step in schedule.steps[boundary:] if step.kind != "free"]
     return forward, backward
+
+
+def _last_forward(problem: Problem, steps: Sequence[Step]) -> int:
+    """The position of the last forward op."""
+    return max(
+        position
+        for position, step in enumerate(steps)
+        if step.kind == "compute" and problem.ops[step.index].phase == "forward"
+    )
 
 
 @dataclass
@@ -154,6 +190,7 @@ class _Builder:
     origin: list[tuple[int, int] | None] = field(default_factory=list)
     phase_of: list[int] = field(default_factory=list)
     value_of: dict[tuple[int, int], int] = field(default_factory=dict)
+    owner: list[tuple[int, int] | None] = field(default_factory=list)
 
     def add(self, at: int, phase: Phase) -> None:
         if phase.kind == "eager":
@@ -171,6 +208,7 @@ class _Builder:
         call, problem = phase.call, self.calls[phase.call]
         for v, value in enumerate(problem.values):
             self.value_of[call, v] = len(self.values)
+            self.owner.append((call, v))
             returned = value.output == "forward" and problem.producer[v] >= 0
             self.values.append(
                 replace(
@@ -234,6 +272,7 @@ class _Builder:
         self._between(at, Op(f"{at}: end", "backward", (beside, *held), ()))
 
     def _value(self, name: str, size: int) -> int:
+        self.owner.append(None)
         self.values.append(Value(name, size, offloadable=False))
         return len(self.values) - 1
 

@@ -49,7 +49,8 @@ class Options:
         solver: ``"auto"``, or the name of one algorithm.
         every_n_layers: checkpoint layers 1, N+1, 2N+1, … and keep the rest; chooses the solver of
             that name.
-        offload: not in this version.
+        offload: where values may go that backward needs: ``"host"`` (or True), the host memory of a
+            CUDA device; or a directory on a disk, of a CUDA device or the CPU. False: nowhere.
         executor: who runs the plan, ``"eager"``, ``"inductor"`` or ``"cudagraph"``. None is read
             as :func:`default_executor`.
         time_limit: seconds the solver may take for one graph; under inductor it takes at most a
@@ -161,14 +162,11 @@ def _refuse_what_this_version_lacks(options: Options) -> None:
             f"inductor={options.inductor!r} says nothing to executor={options.executor!r}; leave "
             'it out, or write executor="inductor"'
         )
-    lacking = {
-        "offload": options.offload is not False,
-    }
-    for name, given in lacking.items():
-        if given:
-            raise InvalidOption(
-                f"{name}={getattr(options, name)!r} is not in this version; leave {name} out"
-            )
+    if options.offload is not False and options.executor == "cudagraph":
+        raise InvalidOption(
+            f"offload={options.offload!r} cannot be part of a CUDA graph in this version; leave "
+            'offload out, or write executor="eager"'
+        )
 
 
 def _check_patterns_of_plan(options: Options) -> None:
@@ -252,8 +250,17 @@ def _offload(given: object) -> str | Literal[False]:
     if isinstance(given, bool):
         return "host" if given else False
     if isinstance(given, str | os.PathLike) and os.fspath(given):
-        return str(os.fspath(given))
+        return "host" if given == "host" else _directory(str(os.fspath(given)))
     _refuse("offload", given, 'must be False, True, "host", or a directory for the disk')
+
+
+def _directory(given: str) -> str:
+    from remat.passes.disk import check_directory
+
+    # A program may change its working directory between two steps.
+    path = os.path.abspath(os.path.expanduser(given))
+    check_directory(path)
+    return path
 
 
 def _patterns(name: str, given: object) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from torch import fx
 from remat.budget import machine_memory
 from remat.cache import KnownPlans, known_plans
 from remat.cost.device import DeviceSpec, find_device
+from remat.cost.link import offloading
 from remat.cost.model import CostModel
 from remat.decided import Decided
 from remat.lowering import Lowering, lower_for_eager, lower_for_inductor
@@ -27,6 +28,7 @@ from remat.passes.baseline import baseline_schedule
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered
 from remat.passes.mutation import pin_mutated_reads, reads_overwritten
+from remat.passes.offload import Place
 from remat.passes.regions import inline_regions
 from remat.passes.split import split
 from remat.passes.storages import main_device, tensors_of
@@ -38,7 +40,7 @@ from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.cold import KERNELS
 from remat.solvers.errors import BudgetTooSmall, PlanMismatch
-from remat.solvers.problem import Problem
+from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule, Solution, Timeline
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
@@ -127,10 +129,11 @@ def partition(
         static=_copied_bytes(joint, spec, torch_options),
     )
     schedule = plan.solution.schedule
+    place = None if plan.offload is None else Place(plan.offload, options.executor == "eager")
     wrong = reads_overwritten(joint, own[1])
     if schedule == plan.baseline and not (plan.keep or plan.recompute) and not wrong:
         return Partition(*own, plan)
-    forward, backward = split(lowered, schedule)
+    forward, backward = split(lowered, schedule, place)
     verify_split(lowered, schedule, forward, backward)
     if options.executor == "inductor":
         hold_products(backward.graph)
@@ -166,9 +169,11 @@ def make_plan(
         decided = decided.known_in(undecided.problem)
     lowered = dataclasses.replace(undecided, problem=decided.constrain(undecided.problem))
     baseline = unasked(lowered)
+    offload = offloading(options, spec)
+    link = None if offload is None else offload.link
 
     def choose(options: Options) -> _Choice:
-        return _choose(lowered, undecided.problem, baseline, options, graph_hash, spec)
+        return _choose(lowered, undecided.problem, baseline, options, graph_hash, spec, link)
 
     chosen, replayed = choose(options), None
     if options.executor == "cudagraph":
@@ -186,6 +191,8 @@ def make_plan(
         least_peak=chosen.least_peak,
         notes=(*notes, *decided.notes(undecided.problem)),
         replayed_peak=replayed,
+        link=link,
+        offload=None if offload is None else offload.where,
         **dataclasses.asdict(decided),
     )
     return lowered, plan
@@ -244,27 +251,28 @@ def _choose(
     options: Options,
     graph_hash: str,
     spec: DeviceSpec,
+    link: Link | None,
 ) -> _Choice:
     problem = lowered.problem
     if options.plan is not None:
-        return _replay(problem, options, graph_hash)
-    known = known_plans(problem)
+        return _replay(problem, options, graph_hash, link)
+    known = known_plans(problem, link)
     timeline = simulate(problem.unrestricted, baseline)
     total, free = _memory(spec, problem) if options.budget.needs_device else (None, None)
     budget = options.budget.resolve(
         baseline_peak=timeline.peak,
-        least_peak=lambda: _least_peak(problem, known, options),
+        least_peak=lambda: _least_peak(problem, known, options, link),
         device_total=total,
         device_free=free,
     )
-    least = None if known.least is None else simulate(problem, known.least).peak
+    least = None if known.least is None else simulate(problem, known.least, link).peak
     # A solver that was asked for by name is asked even where the baseline would do.
     baseline_would_do = options.solver == "auto" and not Decided.of(options)
     if budget is None and baseline_would_do:
         return _Choice(untouched(problem, baseline, timeline, None), None, least)
     if budget is not None and timeline.peak <= budget and baseline_would_do:
         return _Choice(untouched(problem, baseline, timeline, budget), budget, least)
-    solution = _solve(problem, known, options, budget)
+    solution = _solve(problem, known, options, budget, link)
     if not solution.fits:
         assert budget is not None
         error = budget_too_small(problem, solution, budget)
@@ -291,14 +299,14 @@ def _memory(spec: DeviceSpec, problem: Problem) -> tuple[int, int]:
     return total, free + problem.fixed_bytes
 
 
-def _least_peak(problem: Problem, known: KnownPlans, options: Options) -> int:
+def _least_peak(problem: Problem, known: KnownPlans, options: Options, link: Link | None) -> int:
     if known.least is None:
         _prepare_solver()
         known.least = least_peak(
-            problem, time_limit=options.time_limit, progress=options.progress
+            problem, time_limit=options.time_limit, progress=options.progress, link=link
         ).schedule
         known.remember(known.least)
-    return simulate(problem, known.least).peak
+    return simulate(problem, known.least, link).peak
 
 
 def _prepare_solver() -> None:
@@ -312,7 +320,13 @@ def _prepare_solver() -> None:
         KERNELS.wait(None)
 
 
-def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | None) -> Solution:
+def _solve(
+    problem: Problem,
+    known: KnownPlans,
+    options: Options,
+    budget: int | None,
+    link: Link | None,
+) -> Solution:
     starts = tuple(known.schedules) if options.solver == "auto" else ()
     _prepare_solver()
     solution = solve(
@@ -322,11 +336,12 @@ def _solve(problem: Problem, known: KnownPlans, options: Options, budget: int | 
         time_limit=options.time_limit,
         gap=options.gap,
         every_n_layers=options.every_n_layers or 1,
+        link=link,
         starts=starts,
         progress=options.progress,
     )
     known.remember(solution.schedule)
-    if known.least is not None and solution.peak < simulate(problem, known.least).peak:
+    if known.least is not None and solution.peak < simulate(problem, known.least, link).peak:
         known.least = solution.schedule
     return solution
 
@@ -351,7 +366,7 @@ def untouched(
     )
 
 
-def _replay(problem: Problem, options: Options, graph_hash: str) -> _Choice:
+def _replay(problem: Problem, options: Options, graph_hash: str, link: Link | None) -> _Choice:
     """The stored schedule, priced anew: the resident bytes and this device's costs may differ."""
     plan = options.plan
     assert plan is not None
@@ -373,7 +388,7 @@ def _replay(problem: Problem, options: Options, graph_hash: str) -> _Choice:
             "the plan's steps do not fit this graph: it was written by another version of remat "
             f"({plan.remat_version}, this is {__version__}); plan again with remat.plan"
         )
-    timeline = simulate(problem, plan.solution.schedule)
+    timeline = simulate(problem, plan.solution.schedule, link)
     if plan.memory_budget is not None and timeline.peak > plan.memory_budget:
         raise BudgetTooSmall(
             f"the stored plan peaks at {format_bytes(timeline.peak)} here, above its budget of "

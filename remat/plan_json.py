@@ -6,6 +6,7 @@ bytes and seconds are simulated again when it is read, so there is one truth.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from remat.plans import Plan
 from remat.solvers.errors import InvalidProblem, InvalidSchedule, PlanMismatch
-from remat.solvers.problem import Problem
+from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule, Solution, Step
 from remat.solvers.simulate import simulate
 
@@ -85,6 +86,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "replayed_peak": plan.replayed_peak,
         "keep": list(plan.keep),
         "recompute": list(plan.recompute),
+        "link": None if plan.link is None else dataclasses.asdict(plan.link),
+        "offload": plan.offload,
     }
 
 
@@ -98,14 +101,17 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         )
     try:
         problem = Problem.from_json(data["problem"])
+        link = None if data.get("link") is None else Link(**data["link"])
         plan = Plan(
             problem=problem,
-            solution=solution_from_json(problem, data["solution"]),
+            solution=solution_from_json(problem, data["solution"], link),
             baseline=steps_from_json(data["baseline"]),
             notes=tuple(data["notes"]),
             replayed_peak=data.get("replayed_peak"),
             keep=tuple(data.get("keep", ())),
             recompute=tuple(data.get("recompute", ())),
+            link=link,
+            offload=data.get("offload"),
             **{name: data[name] for name in _PLAIN},
         )
         _ = plan.baseline_timeline  # a baseline that cannot run is refused here, not when read
@@ -147,15 +153,20 @@ def solution_to_json(solution: Solution) -> dict[str, Any]:
     }
 
 
-def solution_from_json(problem: Problem, data: Mapping[str, Any]) -> Solution:
+def solution_from_json(
+    problem: Problem, data: Mapping[str, Any], link: Link | None = None
+) -> Solution:
     """The inverse of :func:`solution_to_json`: the steps are simulated again.
+
+    Args:
+        link: that its transfers were planned for.
 
     Raises:
         PlanMismatch: it solves another problem, or its peak does not follow from its steps.
         InvalidSchedule: its steps cannot run.
     """
     schedule = steps_from_json(data["steps"])
-    timeline = simulate(problem, schedule)
+    timeline = simulate(problem, schedule, link)
     bound = data["lower_bound"]
     solution = Solution(
         schedule=schedule,

@@ -21,7 +21,7 @@ from remat.plan_rows import (
     phase_rows,
 )
 from remat.solvers.errors import PlanMismatch
-from remat.solvers.problem import Op, Problem
+from remat.solvers.problem import Link, Op, Problem
 from remat.solvers.schedule import Schedule, Solution, Timeline
 from remat.solvers.simulate import simulate
 from remat.solvers.units import format_bytes
@@ -58,6 +58,8 @@ class Plan:
         notes: for people: ops whose workspace was assumed, what was not planned.
         replayed_peak: under inductor, the peak of the code it generated, which is what counts;
             None where there is none: the eager executor follows its schedule to the byte.
+        link: how fast values could be offloaded; None: none may be.
+        offload: where to, ``"host"`` or a directory.
     """
 
     remat_version: str
@@ -74,6 +76,8 @@ class Plan:
     replayed_peak: int | None = None
     keep: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
+    link: Link | None = None
+    offload: str | None = None
 
     @cached_property
     def baseline_timeline(self) -> Timeline:
@@ -100,6 +104,11 @@ class Plan:
         """Bytes that wait for backward once forward has ended, outputs aside."""
         return sum(row.bytes for row in self.decisions.values() if row.action == "keep")
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are copied to ``offload`` in forward and come back in backward."""
+        return sum(row.bytes for row in self.decisions.values() if row.action == "offload")
+
     def shifted(self, change: int, *, budget_too: bool) -> Plan:
         """The same plan with ``change`` more bytes resident.
 
@@ -114,7 +123,7 @@ class Plan:
         solution = dataclasses.replace(
             self.solution,
             problem_key=problem.key,
-            timeline=simulate(problem, self.solution.schedule),
+            timeline=simulate(problem, self.solution.schedule, self.link),
             memory_budget=budget,
             peak_lower_bound=self.solution.peak_lower_bound + change,
         )

@@ -24,7 +24,7 @@ from remat.plans import Plan
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.errors import BudgetTooSmall
-from remat.solvers.problem import Problem
+from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule, Solution
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
@@ -80,6 +80,11 @@ class StepPlan:
     solution: Solution
     baseline: Schedule
     least_peak: int | None = None
+
+    @property
+    def link(self) -> Link | None:
+        """How fast values could be offloaded; None: none may be."""
+        return self.plans[0].link if self.plans else None
 
     @property
     def peak(self) -> int:
@@ -166,7 +171,7 @@ class StepPlan:
         solution = replace(
             self.solution,
             problem_key=problem.key,
-            timeline=simulate(problem, self.solution.schedule),
+            timeline=simulate(problem, self.solution.schedule, self.link),
             memory_budget=budget,
             peak_lower_bound=self.solution.peak_lower_bound + change,
         )
@@ -221,7 +226,7 @@ class StepPlan:
         """The peak of these plans where other bytes are alive beside the graphs."""
         joined = join(self.joined.calls, phases, resident)
         schedule = joined.schedule([plan.solution.schedule for plan in self.plans])
-        return simulate(joined.problem, schedule).peak
+        return simulate(joined.problem, schedule, self.link).peak
 
 
 def peak_of_step(plan: Plan, phases: Sequence[Phase]) -> int:
@@ -231,7 +236,8 @@ def peak_of_step(plan: Plan, phases: Sequence[Phase]) -> int:
         phases: of the step, as it ran with whatever plan.
     """
     joined = join([replace(plan.problem, fixed_bytes=0)], phases, plan.problem.fixed_bytes)
-    peak = simulate(joined.problem, joined.schedule([plan.solution.schedule])).peak
+    schedule = joined.schedule([plan.solution.schedule])
+    peak = simulate(joined.problem, schedule, plan.link).peak
     return peak + plan.peak - plan.predicted  # what the generated code was seen to take more
 
 
@@ -253,11 +259,11 @@ def share(
     baseline = joined.schedule([plan.baseline for plan in recorded.plans])
     known = [joined.schedule([plan.solution.schedule for plan in recorded.plans])]
     known += [joined.schedule([p.solution.schedule for p in start.plans]) for start in starts]
-    timeline = simulate(problem.unrestricted, baseline)
+    timeline, link = simulate(problem.unrestricted, baseline), recorded.plans[0].link
     total, free = _memory(recorded, options, resident)
     budget = options.budget.resolve(
         baseline_peak=timeline.peak,
-        least_peak=lambda: _least(problem, known, options),
+        least_peak=lambda: _least(problem, known, options, link),
         device_total=total,
         device_free=free,
     )
@@ -266,8 +272,10 @@ def share(
     if timeline.peak <= budget and options.solver == "auto" and not decided:
         solution = untouched(problem, baseline, simulate(problem, baseline), budget)
     else:
-        solution = _solve(joined, known, options, budget)
-    remembered = known_plans(problem)
+        solution = _as_run(joined, _solve(joined, known, options, budget, link), link)
+        if solution.peak > budget:
+            solution = _solve(joined, known[:0], options, budget, None)
+    remembered = known_plans(problem, link)
     remembered.remember(solution.schedule)
     least = remembered.least
     schedules = joined.split(solution.schedule)
@@ -277,7 +285,7 @@ def share(
         joined=joined,
         solution=solution,
         baseline=baseline,
-        least_peak=None if least is None else simulate(problem, least).peak,
+        least_peak=None if least is None else simulate(problem, least, link).peak,
     )
     log_plan(shared, STEP_PLAN)
     return shared
@@ -296,20 +304,30 @@ def _memory(
     return total, free + resident
 
 
-def _least(problem: Problem, starts: Sequence[Schedule], options: Options) -> int:
+def _least(
+    problem: Problem, starts: Sequence[Schedule], options: Options, link: Link | None
+) -> int:
     """The least peak that is found, remembered for the same problem."""
-    known = known_plans(problem)
+    known = known_plans(problem, link)
     if known.least is None:
-        found = least_peak(problem, time_limit=options.time_limit, progress=options.progress)
+        found = least_peak(
+            problem, time_limit=options.time_limit, progress=options.progress, link=link
+        )
         candidates = [found.schedule, *starts]
-        known.least = min(candidates, key=lambda schedule: simulate(problem, schedule).peak)
+        known.least = min(candidates, key=lambda schedule: simulate(problem, schedule, link).peak)
         known.remember(known.least)
-    return simulate(problem, known.least).peak
+    return simulate(problem, known.least, link).peak
 
 
-def _solve(joined: Joined, starts: Sequence[Schedule], options: Options, budget: int) -> Solution:
+def _solve(
+    joined: Joined,
+    starts: Sequence[Schedule],
+    options: Options,
+    budget: int,
+    link: Link | None,
+) -> Solution:
     problem, calls = joined.problem, joined.calls
-    known = known_plans(problem)
+    known = known_plans(problem, link)
     solution = solve(
         problem,
         memory_budget=budget,
@@ -317,6 +335,7 @@ def _solve(joined: Joined, starts: Sequence[Schedule], options: Options, budget:
         time_limit=options.time_limit,
         gap=options.gap,
         every_n_layers=options.every_n_layers or 1,
+        link=link,
         starts=(*starts, *known.schedules) if options.solver == "auto" else (),
         progress=options.progress,
     )
@@ -341,6 +360,16 @@ def _solve(joined: Joined, starts: Sequence[Schedule], options: Options, budget:
     )
 
 
+def _as_run(joined: Joined, solution: Solution, link: Link | None) -> Solution:
+    """The solution with every copy inside its own graph, which is where it can be waited for."""
+    schedule = joined.schedule(joined.split(solution.schedule))
+    if schedule == solution.schedule or not any(s.kind == "offload" for s in schedule.steps):
+        return solution
+    timeline = simulate(joined.problem, schedule, link)
+    lower = min(solution.lower_bound, timeline.seconds)
+    return replace(solution, schedule=schedule, timeline=timeline, lower_bound=lower)
+
+
 def _plans(
     recorded: Recorded,
     joined: Joined,
@@ -355,9 +384,9 @@ def _plans(
         zip(recorded.plans, joined.calls, schedules, strict=True)
     ):
         peak = max(at for phase, at in zip(joined.phases, peaks, strict=True) if phase.call == call)
-        own = simulate(problem, schedule).peak
+        own = simulate(problem, schedule, plan.link).peak
         problem = replace(problem, fixed_bytes=max(0, peak - own))
-        timeline = simulate(problem, schedule)
+        timeline = simulate(problem, schedule, plan.link)
         plans.append(
             replace(
                 plan,

@@ -89,7 +89,9 @@ def step_plan_from_json(data: Mapping[str, Any]) -> StepPlan:
             memory_budget=data["memory_budget"],
             plans=calls,
             joined=joined,
-            solution=solution_from_json(joined.problem, data["solution"]),
+            solution=solution_from_json(
+                joined.problem, data["solution"], calls[0].link if calls else None
+            ),
             baseline=steps_from_json(data["baseline"]),
             least_peak=data["least_peak"],
         )

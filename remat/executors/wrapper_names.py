@@ -80,6 +80,13 @@ class Names:
         self.memory.adopt(made)
         return made
 
+    def _transfer(self, op: torch._ops.OpOverload, result: Any) -> None:
+        """A reload allocates what it fills; a token is none of the allocator's."""
+        if op is torch.ops.remat.reload.default:
+            self.memory.adopt(result)
+        else:
+            self.memory.own(result)
+
     def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a library kernel on fake tensors and count what it allocates."""
         with _Recorder() as recorder:
@@ -87,6 +94,9 @@ class Names:
         overload = op if isinstance(op, torch._ops.OpOverload) else recorder.first
         if overload is None:
             raise UnknownName(f"{op} ran no operator")
+        if overload.namespace == "remat":
+            self._transfer(overload, result)
+            return result
         taken = self.workspace(overload, args, kwargs, result)
         self.memory.adopt(result, taken.retained)
         self.memory.work(taken.workspace)

@@ -46,6 +46,8 @@ def _plan() -> dict[str, Any]:
                                              "counts; null for the eager executor")),
             "keep": _texts("patterns of modules the user wants kept"),
             "recompute": _texts("patterns of modules the user wants computed again"),
+            "link": _or_null(_link()),
+            "offload": _or_null(_text('where to: "host", or a directory')),
         },
         format={"const": "remat.plan/1"},
         remat_version=_text("the version that made it"),
@@ -61,6 +63,16 @@ def _plan() -> dict[str, Any]:
         solution={"$ref": "#/$defs/solution"},
         baseline={"$ref": "#/$defs/schedule"},
     )  # fmt: skip
+
+
+def _link() -> dict[str, Any]:
+    rate = {"type": "number", "exclusiveMinimum": 0, "description": "bytes a second"}
+    return _object(
+        "How fast values can be offloaded and come back.",
+        offload_bandwidth=rate,
+        reload_bandwidth=rate,
+        latency={"type": "number", "minimum": 0, "description": "seconds of any transfer"},
+    )
 
 
 def _step_plan() -> dict[str, Any]:

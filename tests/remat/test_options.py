@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,8 +64,6 @@ def test_bad_values_are_refused_with_an_example(name: str, given: object, messag
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"offload": True}, "offload='host' is not in this version; leave offload out"),
-        ({"offload": Path("/tmp/store")}, "offload='/tmp/store' is not in this version"),
         (
             {"inductor": {"max_autotune": True}, "executor": "eager"},
             "inductor=.* says nothing to executor='eager'; leave it out",
