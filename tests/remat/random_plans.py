@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Final
 
 from remat.plans import Plan
+from remat.report.changes import with_frees
 from remat.solvers.demand import missing_ops
-from remat.solvers.problem import Op, Problem, Value
-from remat.solvers.schedule import Schedule, Solution
+from remat.solvers.problem import Link, Op, Problem, Value
+from remat.solvers.schedule import Decision, Schedule, Solution, Step, decisions
 from remat.solvers.simulate import simulate
 
 
@@ -39,6 +41,29 @@ def nested_plan(seed: int, length: int = 16) -> Plan:
         ),
         baseline=baseline,
     )
+
+
+LINK: Final = Link(300.0, 200.0, 0.125)
+
+
+def offloading_schedule(plan: Plan) -> Schedule:
+    """The plan's schedule with every second kept value away between forward and its first read."""
+    problem, schedule = plan.problem, plan.solution.schedule
+    kept = [v for v, d in decisions(problem, schedule).items() if d is Decision.KEEP]
+    away = [v for v in kept if problem.values[v].output is None][::2]
+    boundary = schedule.boundary(problem)
+    events: list[Step] = []
+    back: set[int] = set()
+    for position, step in enumerate(schedule.steps):
+        if position == boundary:
+            events += [Step("offload", v) for v in away] + [Step("wait", v) for v in away]
+        reads = problem.ops[step.index].reads if step.kind == "compute" else ()
+        for v in [v for v in away if v in reads and v not in back and position >= boundary]:
+            events += [Step("reload", v), Step("wait", v)]
+            back.add(v)
+        if step.kind != "free":
+            events.append(step)
+    return with_frees(problem, events)
 
 
 def _problem(rng: random.Random, length: int) -> Problem:

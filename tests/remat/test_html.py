@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -20,16 +21,16 @@ from remat.cli import DONE, FAILED, main
 from remat.joined import Phase, join
 from remat.plans import Plan
 from remat.report.changes import change
-from remat.report.html import page_html, subject_of
+from remat.report.html import page_html, subject_of, write_page
 from remat.report.html_curve import PlanCurve, PlanPoint, curve_of
-from remat.report.html_data import GROUPS, KINDS, OTHER, groups
+from remat.report.html_data import GROUPS, KINDS, OTHER, Subject, groups
 from remat.sharing import StepPlan
-from remat.solvers.problem import Problem
-from remat.solvers.schedule import Solution, decisions
+from remat.solvers.problem import Link, Problem
+from remat.solvers.schedule import Schedule, Solution, Timeline, decisions
 from remat.solvers.simulate import simulate
 from remat.step_page import subject_of_step
 from tests.remat.browser import Browser, Tab, find_browser, running
-from tests.remat.random_plans import nested_plan
+from tests.remat.random_plans import LINK, nested_plan, offloading_schedule
 
 HOSTILE = "</script><script>document.title='taken'</script><!--<b>\u2028&amp;"
 
@@ -289,8 +290,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield started
 
 
-def _open(browser: Browser, plan: Plan | StepPlan, folder: Path, **kind: Any) -> Tab:
-    plan.to_html(folder / "plan.html")
+def _open(browser: Browser, plan: Plan | StepPlan | Subject, folder: Path, **kind: Any) -> Tab:
+    if isinstance(plan, Subject):
+        write_page(folder / "plan.html", plan)
+    else:
+        plan.to_html(folder / "plan.html")
     tab = Tab(browser, folder / "plan.html", **{"width": 1200, **kind})
     tab.wait_for("document.documentElement.dataset.ready !== undefined")
     assert tab.complaints() == []
@@ -306,33 +310,43 @@ def test_names_from_a_model_are_shown_as_text(browser: Browser, plan: Plan, tmp_
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "link"), [(0, None), (1, None), (2, LINK), (3, LINK), (4, Link(math.inf, math.inf))]
+)
 def test_the_page_and_the_judge_agree_on_every_change(
-    browser: Browser, tmp_path: Path, seed: int
+    browser: Browser, tmp_path: Path, seed: int, link: Link | None
 ) -> None:
     plan = nested_plan(seed)
-    tab = _open(browser, plan, tmp_path)
+    schedule = plan.solution.schedule if link is None else offloading_schedule(plan)
+    timeline = simulate(plan.problem, schedule, link)
+    solution = dataclasses.replace(plan.solution, schedule=schedule, timeline=timeline)
+    subject = dataclasses.replace(subject_of(plan), solution=solution, link=link)
+    tab = _open(browser, subject, tmp_path)
     assert tab.evaluate("document.getElementById('alarm').hidden")
-    for name, timeline in (("before", plan.baseline_timeline), ("after", plan.solution.timeline)):
-        assert tab.evaluate(f"page.{name}.peak") == timeline.peak
-        assert tab.evaluate(f"page.{name}.seconds") == pytest.approx(timeline.seconds)
-        computed = f"[...page.{name}.bytes].filter((_, at) => page.{name}.steps[at] % 5 === 0)"
-        steps = (plan.baseline if name == "before" else plan.solution.schedule).steps
-        assert tab.evaluate(computed) == [
-            used for step, used in zip(steps, timeline.bytes, strict=True) if step.kind == "compute"
-        ]
+    _check_timeline(tab, "before", plan.baseline, plan.baseline_timeline)
+    _check_timeline(tab, "after", schedule, timeline)
     rows = tab.evaluate(
         "page.data.decisions.map(([v, a]) => change(page.problem, page.after, v, a))"
     )
-    expected = decisions(plan.problem, plan.solution.schedule)
+    expected = decisions(plan.problem, schedule)
     assert len(rows) == len(expected) > 3
     for row, (value, decision) in zip(rows, expected.items(), strict=True):
-        other = change(plan.problem, plan.solution.schedule, value, decision)
+        other = change(plan.problem, schedule, value, decision, link)
         assert ("refused" in row) == (other.timeline is None)
         if other.timeline is not None:
             assert row["peak"] == other.timeline.peak
-            change_of_time = other.timeline.seconds - plan.solution.seconds
-            assert row["seconds"] == pytest.approx(change_of_time)
+            assert row["seconds"] == pytest.approx(other.timeline.seconds - timeline.seconds)
+
+
+def _check_timeline(tab: Tab, name: str, schedule: Schedule, timeline: Timeline) -> None:
+    assert tab.evaluate(f"page.{name}.peak") == timeline.peak
+    assert tab.evaluate(f"page.{name}.seconds") == pytest.approx(timeline.seconds)
+    shown = f"[...page.{name}.bytes].filter((_, at) => page.{name}.steps[at] % 5 !== 1)"
+    assert tab.evaluate(shown) == [
+        used
+        for step, used in zip(schedule.steps, timeline.bytes, strict=True)
+        if step.kind != "free"
+    ]
 
 
 @pytest.mark.browser

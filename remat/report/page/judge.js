@@ -146,13 +146,15 @@ function simulate(problem, steps) {
 // The schedule of these steps that frees every instance after it was last touched.
 function withFrees(problem, events) {
   const readLater = new Uint8Array(problem.bytes.length), frees = new Array(events.length);
+  const none = [];
   for (let at = events.length - 1; at >= 0; at--) {
     const reads = problem.readsOf(events[at]), writes = problem.writesOf(events[at]);
-    const last = [];
+    let last = none;
     for (const list of [reads, writes]) {
       for (const value of list) {
-        const stays = problem.flags[value] & (OWNED | IS_OUTPUT);
-        if (!readLater[value] && !stays && !last.includes(value)) last.push(value);
+        if (readLater[value] || problem.flags[value] & (OWNED | IS_OUTPUT)) continue;
+        if (last === none) last = [];
+        last.push(value);
       }
     }
     frees[at] = last;
@@ -161,15 +163,15 @@ function withFrees(problem, events) {
   }
   const steps = [], alive = new Uint8Array(problem.bytes.length);
   for (const value of problem.tangents) alive[value] = 1;
-  events.forEach((event, at) => {
-    steps.push(event);
-    for (const value of problem.writesOf(event)) alive[value] = 1;
+  for (let at = 0; at < events.length; at++) {
+    steps.push(events[at]);
+    for (const value of problem.writesOf(events[at])) alive[value] = 1;
     for (const value of frees[at]) {
       if (!alive[value]) continue;
       steps.push(value * KINDS + FREE);
       alive[value] = 0;
     }
-  });
+  }
   return steps;
 }
 

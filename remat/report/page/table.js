@@ -36,7 +36,6 @@ class DecisionTable {
   sortBy(column) {
     this.down = this.sortedBy === column ? !this.down : !["name", "layer", "source"].includes(column);
     this.sortedBy = column;
-    if (column === "peak" || column === "time") this.simulate(this.rows, () => this.filter());
     this.filter();
   }
 
@@ -82,7 +81,8 @@ class DecisionTable {
       : "no decision matches";
     byId("earlier").disabled = this.start === 0;
     byId("later").disabled = this.start + ROWS >= this.found.length;
-    this.simulate(shown, () => {});
+    const byChange = this.sortedBy === "peak" || this.sortedBy === "time";
+    this.simulate(byChange ? [...shown, ...this.found] : shown, () => byChange && this.filter());
   }
 
   line(row) {
@@ -125,18 +125,19 @@ class DecisionTable {
 
   // Simulate the other decision of these rows, a slice of time after the other.
   simulate(rows, then) {
-    const left = rows.filter((row) => row.then === null), mine = ++this.pending;
+    const left = [...new Set(rows)].filter((row) => row.then === null), mine = ++this.pending;
     const all = left.length;
+    let todo = all;
     const work = () => {
       if (mine !== this.pending) return; // the table shows something else by now
       const until = performance.now() + SLICE;
-      while (left.length && performance.now() < until) {
-        const row = left.shift();
+      while (todo && performance.now() < until) {
+        const row = left[all - todo--];
         row.then = change(this.page.problem, this.page.after, row.value, row.action);
         this.fill(row);
       }
-      byId("working").textContent = left.length > ROWS ? `simulating ${all - left.length} of ${all}…` : "";
-      if (left.length) setTimeout(work, 0);
+      byId("working").textContent = todo > ROWS ? `simulating ${all - todo} of ${all}…` : "";
+      if (todo) setTimeout(work, 0);
       else then();
     };
     if (all) work();
