@@ -49,11 +49,17 @@ def _with_link(request: Request, link: Link) -> Proposal:
     share = _ALONE if budget is None or floor(request.problem)[0] <= budget else _SHORT
     alone = _alone(_for_a_share(request, share))
     assert alone.schedule is not None, "keeping everything is a plan"
-    peak = simulate(request.problem, alone.schedule).peak
-    if budget is None or (peak <= budget and alone.lower_bound <= wider.required_seconds):
-        return replace(alone, lower_bound=wider.required_seconds, infeasible=False)
+    timeline, required = simulate(request.problem, alone.schedule), wider.required_seconds
+    fits = budget is None or timeline.peak <= budget
+    if budget is None or (fits and timeline.seconds <= required * (1 + PROVEN)):
+        return replace(alone, lower_bound=required, infeasible=False)
     offloads = Offloads(request, link, wider, budget, KERNELS.wait(patience(request)))
     found = offloads.run((alone.schedule,))
+    if offloads.best is None or not offloads.best.offloaded:  # then search on without the link
+        again = replace(_for_a_share(request, 1.0), starts=(*request.starts, alone.schedule))
+        if request.max_evaluations is None and not offloads.infeasible:
+            alone = _alone(again)
+            found = replace(found, schedule=alone.schedule)
     return replace(found, failures=(*alone.failures, *found.failures))
 
 

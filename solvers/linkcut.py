@@ -44,6 +44,7 @@ from remat.solvers.milp import Model
 from remat.solvers.onecut import SCALE, CutAnswer, OneCut
 from remat.solvers.problem import Link
 from remat.solvers.structure import Structure
+from remat.solvers.transfers import Transfers
 
 _ROWS: Final = 60  # deadlines, and ready times, that are stated
 _SLOW: Final = 4.0  # a copy that takes so many times the required seconds is not offered
@@ -70,6 +71,7 @@ def link_cut(
     relaxed: bool = False,
     planning: bool = False,
     share: float = 1.0,
+    start: Transfers | None = None,
 ) -> LinkCutAnswer:
     """Solve the MILP of this file (its LP relaxation if ``relaxed``) at position ``cut``.
 
@@ -77,6 +79,7 @@ def link_cut(
         structure: of the class with offloading.
         time_limit, gap, nodes: as in :func:`one_cut`.
         planning: state when recomputation happens. Its bound is no bound of the class.
+        start: a known plan, for HiGHS to begin with.
         share: of the link's bandwidth that may be used; less than 1 is for plans only.
 
     Raises:
@@ -91,7 +94,8 @@ def link_cut(
     formulation.limit_memory(room)
     formulation.limit_transfers(share)
     left = time_limit - (time.monotonic() - began)
-    found = formulation.model.solve(time_limit=left, gap=gap, nodes=nodes)
+    known = {} if start is None else formulation.values_of(start)
+    found = formulation.model.solve(time_limit=left, gap=gap, nodes=nodes, start=known)
     required = structure.required_seconds
     slowest = formulation.unoffered
     if found.outcome == "infeasible":
@@ -245,6 +249,19 @@ class _LinkCut(OneCut):
         runs = [(self.again[op], -self.problem.ops[op].seconds / unit) for op in ops]
         carried = [] if before is None else [(before, -1.0)]
         self.model.at_most([(total, 1.0), *carried, *runs], 0.0)
+
+    def values_of(self, plan: Transfers) -> dict[int, float]:
+        """The binary variables of a known plan."""
+        at = plan.trace.computes.index(self.structure.order[self.cut])
+        runs = set(plan.trace.computes[at + 1 :])
+        away = {visit.value for visit in plan.visits if visit.first > at}
+        values = {x: float(op in runs) for op, x in self.again.items()}
+        for v, s in self.resident.items():
+            made = self.problem.producer[v] in runs
+            values[s] = float(not made and v not in away)
+            if v in self.away:
+                values[self.away[v]] = float(not made and v in away)
+        return values
 
     def away_values(self, values: tuple[float, ...]) -> frozenset[int]:
         """The values that leave and come back: those a second run does not make anyway."""

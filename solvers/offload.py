@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final
 
 from remat.solvers.bounds import floor
@@ -37,7 +39,7 @@ _SCAN_SHARE: Final = 0.2  # of the time, after which the scan ends
 _MILP_SHARE: Final = 0.5  # of the time left, for the first MILP
 _AGAIN_SHARE: Final = 0.3  # for each one after it
 _ATTEMPTS: Final = 4  # MILPs
-_PREFIXES: Final = 12  # numbers of values that are tried where there is no MILP plan
+_EXCESSES: Final = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # times the bytes over the budget that leave
 _GAP: Final = 1e-2  # of the MILP, of the added time: the bound is the LP's anyway
 _POLISH_SHARE: Final = 0.3  # of the effort left, for each search with fixed windows
 _STALE: Final = 3  # searches in a row that find nothing
@@ -85,7 +87,6 @@ class Offloads:
     bound: float = 0.0
     infeasible: bool = False
     failures: list[str] = field(default_factory=list)
-    _planned: bool = False
 
     def __post_init__(self) -> None:
         self.bound = self.structure.required_seconds
@@ -99,8 +100,6 @@ class Offloads:
             self._plan_by_cuts()
         except MilpFailure as failure:
             self.failures.append(str(failure))
-        if starts and not self.infeasible and not self._planned:
-            self._plan_by_prefix(starts[0])
         if self.best is None and self.least is not None and not self.infeasible:
             self.squeeze(self.least)
         self._polish()
@@ -172,6 +171,7 @@ class Offloads:
         if not self.structure.order:  # deferred ops alone: there is no moment to cut at
             return
         cuts = self._ranked_cuts()
+        self._plan_by_excess()
         target, share = self.budget, 1.0
         for attempt in range(_ATTEMPTS):
             if self._done:
@@ -186,12 +186,12 @@ class Offloads:
                 nodes=NODES if self._counted else None,
                 planning=True,
                 share=share,
+                start=self.best,
             )
             if answer.kept is None or answer.away is None:
                 return
             chosen = schedule_of_cut(self.structure, cuts[0], answer.kept | answer.away)
             plan = self.price(Trace.of(self.structure, chosen.computes), answer.away)
-            self._planned = self._planned or plan.peak <= self.budget
             if plan.peak > self.budget:
                 self._mend(plan)
             over = max(0, plan.peak - self.budget)
@@ -201,21 +201,27 @@ class Offloads:
             target -= over
             share *= _LESS if slow else 1.0
 
-    def _plan_by_prefix(self, start: Schedule) -> None:
-        """Where no MILP plan fits as it is: the values that stay away longest leave, so many."""
-        for schedule in (keep_everything(self.structure.problem, self.structure), start):
-            trace = Trace.of(self.structure, schedule.computes)
-            away = [
-                (trace.clock[stay.readers[0]] - trace.clock[stay.last_forward + 1], v)
-                for v, stay in trace.stays.items()
-            ]
-            longest = [v for _, v in sorted(away, key=lambda pair: (-pair[0], pair[1]))]
-            for step in range(1, _PREFIXES + 1):
-                if self._done:
-                    return
-                plan = self.price(trace, longest[: len(longest) * step // _PREFIXES])
-                if plan.peak <= self.budget and plan.waits <= 0.0:
-                    break
+    def _plan_by_excess(self) -> None:
+        """The values that stay away longest leave, as many as the peak is over the budget, or more.
+
+        Nothing is computed again. Where the link can carry that, no MILP is needed.
+        """
+        keep = keep_everything(self.structure.problem, self.structure)
+        trace = Trace.of(self.structure, keep.computes)
+        values, excess = self.structure.problem.values, int(trace.used.max()) - self.budget
+        away = {
+            v: trace.clock[stay.readers[0]] - trace.clock[stay.last_forward + 1]
+            for v, stay in trace.stays.items()
+        }
+        longest = sorted(away, key=lambda v: (-away[v], v))
+        total = list(accumulate(values[v].bytes for v in longest))
+        for times in _EXCESSES:
+            if self._done or not total:
+                return
+            count = bisect_left(total, times * excess) + 1
+            plan = self.price(trace, longest[:count])
+            if count >= len(longest) or (plan.peak <= self.budget and plan.waits <= 0.0):
+                return
 
     def _ranked_cuts(self) -> list[int]:
         """The fullest moments, that with the highest LP bound first."""
@@ -254,7 +260,7 @@ class Offloads:
     def _polish(self) -> None:
         """Search with the transfers of the best plan fixed, until that finds nothing new."""
         stale, target = 0, self.budget
-        while self.searches and self.best is not None and stale < _STALE:
+        while self.searches and self.best is not None and self.best.offloaded and stale < _STALE:
             if self._done or self.effort.over:
                 return
             before = self.best
@@ -262,7 +268,6 @@ class Offloads:
             stale = 0 if self.best is not before else stale + 1
             if found is not None and found.peak > self.budget:
                 target -= found.peak - self.budget
-            self._exchange()
 
     def _search(
         self, plan: Transfers, target: int, part: Effort, *, improve: bool
@@ -280,9 +285,6 @@ class Offloads:
             return None
         computes = fixed.restore(int(op) for op in start.ops)
         return self.price(Trace.of(self.structure, computes), plan.offloaded, plan.returning)
-
-    def _exchange(self) -> None:
-        """Try single values on another side."""
 
     def squeeze(self, plan: Transfers) -> None:
         """Let what stands idle at the peak leave, until the budget is kept or nothing is idle."""
