@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.cost.device import find_device
+from remat.cost.device import described_capability, find_device
 from remat.executors import eager, inductor
 from remat.executors.cudagraph import as_planned
 from remat.measurement import resident_bytes, resident_tensors
 from remat.options import Options
 from remat.partitioner import Ledger, partition
+from remat.passes.attention import route_attention
 from remat.passes.storages import main_device
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan
@@ -43,6 +44,7 @@ def plan_on_fake_tensors(
         BudgetTooSmall: no plan fits.
     """
     options = as_planned(options)
+    capability = described_capability(options.device)
     mode = dynamo.fake_mode()
     fake_model, (fake_args, fake_kwargs) = _copy(mode, model, args, kwargs)
     made: list[Plan] = []
@@ -60,6 +62,8 @@ def plan_on_fake_tensors(
         raise _Done
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if capability is not None:
+            route_attention(graph, capability)
         if options.executor == "inductor":
             inductor.compile_graph(graph, inputs, partition=split, key=secrets.token_hex(8))
             _refuse_inference(graph)

@@ -24,6 +24,7 @@ from remat.decided import Decided
 from remat.lowering import Lowering, lower_for_eager, lower_for_inductor
 from remat.options import Options
 from remat.passes.apart import hold_products
+from remat.passes.attention import kernels_in
 from remat.passes.baseline import baseline_schedule
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered
@@ -35,7 +36,7 @@ from remat.passes.storages import main_device, tensors_of
 from remat.passes.torch_private import partition as private
 from remat.passes.verify import verify_joint, verify_split
 from remat.plans import Plan
-from remat.pooled import in_pool
+from remat.pooled import copied_bytes, in_pool
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.cold import KERNELS
@@ -126,7 +127,7 @@ def partition(
         graph_hash=graph_hash,
         notes=_notes(made, regions, spec, device),
         one_of_several=ledger.one_of_several,
-        static=_copied_bytes(joint, spec, torch_options),
+        static=copied_bytes(joint, spec.granularity, torch_options),
     )
     schedule = plan.solution.schedule
     place = None if plan.offload is None else Place(plan.offload, options.executor == "eager")
@@ -409,18 +410,6 @@ def _replay(problem: Problem, options: Options, graph_hash: str, link: Link | No
     return _Choice(solution, plan.memory_budget, plan.least_peak)
 
 
-def _copied_bytes(joint: JointGraph, spec: DeviceSpec, torch_options: Mapping[str, Any]) -> int:
-    """Of a recorded graph: copies of inputs that move, of what forward returns, and of gradients,
-    which autograd does not take over out of a graph's memory.
-    """
-    stays = set(torch_options.get("static_lifetime_input_indices") or ())
-    nodes = [node for index, node in enumerate(joint.primals) if index not in stays]
-    nodes += [node for node in joint.forward_outputs if isinstance(node, fx.Node)]
-    nodes += {node: None for node in joint.backward_outputs if isinstance(node, fx.Node)}
-    sizes = (t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
-    return sum(-(-size // spec.granularity) * spec.granularity for size in sizes)
-
-
 def _notes(made: Lowering, regions: int, spec: DeviceSpec, device: torch.device) -> tuple[str, ...]:
     assumed: dict[str, int] = {}
     for node, cost in made.costs.items():
@@ -434,11 +423,19 @@ def _notes(made: Lowering, regions: int, spec: DeviceSpec, device: torch.device)
             "op, as if written in line",
         )
     if spec.torch_device is None:
-        notes.append(
-            f"planned for {spec.name} on tensors of {device.type}: attention is the {device.type} "
-            "kernel, and so is what it saves"
-        )
+        notes.append(_planned_for(spec, device, made))
     if assumed:
         listed = ", ".join(f"{target} ({count})" for target, count in sorted(assumed.items()))
         notes.append(f"workspace not measured, assumed to be none: {listed}")
     return tuple(notes)
+
+
+def _planned_for(spec: DeviceSpec, device: torch.device, made: Lowering) -> str:
+    text = f"planned for {spec.name} on tensors of {device.type}"
+    found = kernels_in(op.target for op in made.lowered.problem.ops)
+    if spec.capability is None:
+        return f"{text}: attention is the {device.type} kernel, and so is what it saves"
+    if not found:
+        return text
+    kernels = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(found.items()))
+    return f"{text}: attention runs as on {spec.name}: {kernels}"

@@ -7,10 +7,14 @@ budget, they are asked for less, by what was too much, four times at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import fx
 
 from remat.executors.cudagraph_pool import captured_peak
+from remat.passes.joint import JointGraph
+from remat.passes.storages import tensors_of
 from remat.solvers.errors import BudgetTooSmall
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Solution
@@ -70,3 +74,18 @@ def in_pool(
         least_peak=peak,
         peak_lower_bound=best.peak_lower_bound,
     )
+
+
+def copied_bytes(joint: JointGraph, granularity: int, torch_options: Mapping[str, Any]) -> int:
+    """Bytes of copies beside a recorded forward and backward: of inputs that move, of what forward
+    returns, and of gradients, which autograd does not take over out of a graph's memory.
+
+    Args:
+        torch_options: what AOTAutograd passes to a partition.
+    """
+    stays = set(torch_options.get("static_lifetime_input_indices") or ())
+    nodes = [node for index, node in enumerate(joint.primals) if index not in stays]
+    nodes += [node for node in joint.forward_outputs if isinstance(node, fx.Node)]
+    nodes += dict.fromkeys(node for node in joint.backward_outputs if isinstance(node, fx.Node))
+    sizes = (t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
+    return sum(-(-size // granularity) * granularity for size in sizes)

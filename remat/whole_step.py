@@ -7,6 +7,7 @@ optimizer's state), are outputs; what it writes in place is updated in the graph
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from remat.cost.device import find_device
+from remat.cost.device import described_capability, find_device
 from remat.cost.model import CostModel
 from remat.executors import cudagraph
 from remat.measurement import resident_bytes
 from remat.options import Options
 from remat.partitioner import make_plan
+from remat.passes.attention import RoutedAttention
 from remat.passes.emit_step import emit_step
 from remat.passes.lower import lower, op_nodes
 from remat.passes.storages import main_device
@@ -180,7 +182,7 @@ def compile_step(
 def _capture(
     function: Callable[..., Any], places: Places, options: Options, *, run: bool = True
 ) -> _Captured:
-    step, bound = _trace(function, places)
+    step, bound = _trace(function, places, options)
     device = main_device(places.inputs)
     spec = find_device(options.device or device)
     storages = step_storages(step, spec.granularity, device.type)
@@ -229,15 +231,19 @@ def _runner(step: StepGraph, made: fx.GraphModule, options: Options, places: Pla
     return cudagraph.whole_step(step, made, static, inputs=places.inputs)
 
 
-def _trace(function: Callable[..., Any], places: Places) -> tuple[StepGraph, _Bound]:
+def _trace(
+    function: Callable[..., Any], places: Places, options: Options
+) -> tuple[StepGraph, _Bound]:
     bound: list[_Bound] = []
+    capability = described_capability(options.device)
+    routed = contextlib.nullcontext() if capability is None else RoutedAttention(capability)
     mode = dynamo.fake_mode()
     count = len(places.inputs)
     groups = [group for group, _ in places.rates()]
 
     def flat(*given: Any) -> list[Any]:
         others, rates = list(given[:count]), [rate.item() for rate in given[count:]]
-        with places.swapped(others, rates) as swapped, torch.enable_grad():
+        with places.swapped(others, rates) as swapped, torch.enable_grad(), routed:
             args, kwargs = swapped.arguments()
             result = function(*args, **kwargs)
             _check_rates(groups, rates)

@@ -23,6 +23,7 @@ import torch
 from remat.budget import machine_memory
 from remat.cost.isolation import outside_modes
 from remat.cost.store import Store, environment, processor_name
+from remat.passes.attention import Capability
 from remat.passes.storages import main_device
 from remat.solvers.errors import InvalidOption
 
@@ -31,6 +32,8 @@ _GIGA: Final = 1e9
 # A kernel launch from Python, dispatcher included, with the queue never empty.
 _GPU_LAUNCH_SECONDS: Final = 5e-6
 _GPU_GRANULARITY: Final = 512
+# What the wheels of torch for CUDA 13 bring along.
+_ASSUMED_CUDNN: Final = 91501
 _PROBED_DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
 # Far above any cache of a processor, far below any memory.
 _COPIED_BYTES: Final = 2**26
@@ -51,6 +54,7 @@ class DeviceSpec:
         source: where the figures are from.
         torch_device: the device of this machine that the spec is of, or None if it is only
             described: nothing can be run there.
+        capability: what its attention kernels are chosen by; None where that is not CUDA's way.
     """
 
     name: str
@@ -61,6 +65,7 @@ class DeviceSpec:
     granularity: int
     source: str
     torch_device: str | None = None
+    capability: Capability | None = None
 
     def matrix_rate(self, dtype: torch.dtype) -> float:
         """FLOP/s of matrix products in ``dtype``; that of float32 where the source names none."""
@@ -69,7 +74,12 @@ class DeviceSpec:
 
 
 def _gpu(
-    name: str, gigabytes: float, gigabytes_per_second: float, source: str, **teraflops: float
+    name: str,
+    gigabytes: float,
+    gigabytes_per_second: float,
+    source: str,
+    compute: tuple[int, int] | None,
+    **teraflops: float,
 ) -> DeviceSpec:
     return DeviceSpec(
         name=name,
@@ -79,6 +89,7 @@ def _gpu(
         launch=_GPU_LAUNCH_SECONDS,
         granularity=_GPU_GRANULARITY,
         source=f"{source}; launch {_GPU_LAUNCH_SECONDS * 1e6:.0f} us assumed",
+        capability=None if compute is None else Capability(compute, _ASSUMED_CUDNN),
     )
 
 
@@ -94,31 +105,64 @@ KNOWN: Final[Mapping[str, DeviceSpec]] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            _gpu("a100-40gb", 40, 1555, "NVIDIA A100 datasheet (2021), 40 GB", **_A100),
-            _gpu("a100-80gb", 80, 2039, "NVIDIA A100 datasheet (2021), 80 GB SXM", **_A100),
-            _gpu("h100-sxm", 80, 3350, "NVIDIA H100 datasheet (2023), SXM5", **_H100_SXM),
-            _gpu("h100-pcie", 80, 2000, "NVIDIA H100 datasheet (2023), PCIe", **_H100_PCIE),
-            _gpu("h200", 141, 4800, "NVIDIA H200 datasheet (2023), SXM5", **_H100_SXM),
+            _gpu("a100-40gb", 40, 1555, "NVIDIA A100 datasheet (2021), 40 GB", (8, 0), **_A100),
+            _gpu("a100-80gb", 80, 2039, "NVIDIA A100 datasheet (2021), 80 GB SXM", (8, 0), **_A100),
+            _gpu("h100-sxm", 80, 3350, "NVIDIA H100 datasheet (2023), SXM5", (9, 0), **_H100_SXM),
+            _gpu("h100-pcie", 80, 2000, "NVIDIA H100 datasheet (2023), PCIe", (9, 0), **_H100_PCIE),
+            _gpu("h200", 141, 4800, "NVIDIA H200 datasheet (2023), SXM5", (9, 0), **_H100_SXM),
+            _gpu("gh200", 96, 4000, "NVIDIA GH200 datasheet (2023), 96 GB", (9, 0), **_H100_SXM),
             _gpu(
-                "l4", 24, 300, "NVIDIA L4 datasheet (2023); sparse rates halved",
+                "b200", 180, 7700, "NVIDIA HGX B200 datasheet (2024); sparse rates halved", (10, 0),
+                float64=37.0, float32=75.0, bfloat16=2250.0, float16=2250.0, int8=4500.0,
+                float8_e4m3fn=4500.0, float8_e5m2=4500.0,
+            ),
+            _gpu(
+                "a10", 24, 600, "NVIDIA A10 datasheet (2021)", (8, 6),
+                float64=0.98, float32=31.2, bfloat16=125.0, float16=125.0, int8=250.0,
+            ),
+            _gpu(
+                "rtx-a6000", 48, 768, "NVIDIA Ampere GA102 whitepaper (2021)", (8, 6),
+                float64=1.21, float32=38.7, bfloat16=154.8, float16=154.8, int8=309.7,
+            ),
+            _gpu(
+                "l40s", 48, 864, "NVIDIA L40S datasheet (2023); sparse rates halved", (8, 9),
+                float64=1.43, float32=91.6, bfloat16=362.0, float16=362.0, int8=733.0,
+                float8_e4m3fn=733.0, float8_e5m2=733.0,
+            ),
+            _gpu(
+                "rtx-3090", 24, 936,
+                "NVIDIA Ampere GA102 whitepaper (2021), accumulation in float32", (8, 6),
+                float64=0.56, float32=35.6, bfloat16=71.0, float16=71.0, int8=284.0,
+            ),
+            _gpu(
+                "rtx-5090", 32, 1792,
+                "NVIDIA RTX Blackwell whitepaper (2025), accumulation in float32", (12, 0),
+                float64=1.64, float32=104.8, bfloat16=209.5, float16=209.5, int8=838.0,
+                float8_e4m3fn=419.0, float8_e5m2=419.0,
+            ),
+            _gpu(
+                "l4", 24, 300, "NVIDIA L4 datasheet (2023); sparse rates halved", (8, 9),
                 float64=0.47, float32=30.3, bfloat16=121.0, float16=121.0, int8=242.5,
                 float8_e4m3fn=242.5, float8_e5m2=242.5,
             ),
             _gpu(
                 "rtx-4090", 24, 1008,
-                "NVIDIA Ada architecture whitepaper (2022), accumulation in float32",
+                "NVIDIA Ada architecture whitepaper (2022), accumulation in float32", (8, 9),
                 float64=1.29, float32=82.6, bfloat16=165.2, float16=165.2, int8=660.6,
                 float8_e4m3fn=330.3, float8_e5m2=330.3,
             ),
             _gpu(
-                "mi300x", 192, 5300, "AMD Instinct MI300X datasheet (2023)",
+                "mi300x", 192, 5300, "AMD Instinct MI300X datasheet (2023)", None,
                 float64=163.4, float32=163.4, bfloat16=1307.4, float16=1307.4, int8=2614.9,
                 float8_e4m3fnuz=2614.9, float8_e5m2fnuz=2614.9,
             ),
         )
     }
 )  # fmt: skip
-_ALIASES: Final = {"a100": "a100-80gb", "h100": "h100-sxm", "4090": "rtx-4090"}
+_ALIASES: Final = {
+    "a100": "a100-80gb", "h100": "h100-sxm", "3090": "rtx-3090", "4090": "rtx-4090",
+    "5090": "rtx-5090", "a6000": "rtx-a6000",
+}  # fmt: skip
 
 
 def find_device(
@@ -153,6 +197,17 @@ def find_device(
     )
 
 
+def described_capability(device: str | None) -> Capability | None:
+    """What attention is routed by in a plan for ``device``; None where nothing is to be routed: the
+    device is here, or is not CUDA's.
+
+    Raises:
+        InvalidOption: nobody is called that.
+    """
+    spec = None if device is None else find_device(device)
+    return None if spec is None or spec.torch_device is not None else spec.capability
+
+
 def _described(name: str) -> DeviceSpec:
     names = {_plain(known): known for known in KNOWN}
     names |= {_plain(alias): known for alias, known in _ALIASES.items()}
@@ -177,18 +232,26 @@ def _cuda(device: torch.device) -> DeviceSpec:
     name = torch.cuda.get_device_name(device)
     spec = known_gpu(name) or _probed(device, name)
     memory, _ = machine_memory(str(device))
-    return replace(spec, memory=memory, torch_device=str(device))
+    compute, cudnn = torch.cuda.get_device_capability(device), torch.backends.cudnn.version()
+    capability = Capability(compute, cudnn or 0) if torch.version.hip is None else None
+    return replace(spec, memory=memory, torch_device=str(device), capability=capability)
 
 
-def known_gpu(name: str) -> DeviceSpec | None:
-    """The spec of the GPU that the driver calls ``name``, or None if it is not described."""
-    words = _plain(name)
+def known_gpu(driver_name: str) -> DeviceSpec | None:
+    """The spec of the GPU that the driver calls so, or None if it is not described."""
+    words = _plain(driver_name)
     if "a100" in words:
         return KNOWN["a100-40gb" if "40gb" in words else "a100-80gb"]
     if "h100" in words:
         return KNOWN["h100-pcie" if "pcie" in words else "h100-sxm"]
-    if words == "nvidial4":
-        return KNOWN["l4"]
+    if "gh200" in words:
+        return KNOWN["gh200"]
+    for name in ("l4", "l40s", "a10", "b200", "rtx-a6000"):
+        if words == _plain(f"nvidia {name}"):
+            return KNOWN[name]
+    for name in ("rtx-3090", "rtx-5090"):
+        if words == _plain(f"nvidia geforce {name}"):
+            return KNOWN[name]
     return next((KNOWN[k] for k in ("h200", "rtx-4090", "mi300x") if _plain(k) in words), None)
 
 

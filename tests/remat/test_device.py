@@ -71,7 +71,10 @@ def test_a_device_that_is_not_here() -> None:
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A100 80GB PCIe", "a100-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H200", "h200"), ("NVIDIA L4", "l4"), ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"), ("NVIDIA L40S", "l40s"), ("NVIDIA A10", "a10"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"), ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
     ],
 )  # fmt: skip
 def test_names_of_the_driver(driver: str, name: str) -> None:
@@ -80,7 +83,9 @@ def test_names_of_the_driver(driver: str, name: str) -> None:
     assert spec.name == name
 
 
-@pytest.mark.parametrize("driver", ["NVIDIA L40S", "NVIDIA GeForce RTX 3090", "Tesla T4"])
+@pytest.mark.parametrize(
+    "driver", ["NVIDIA L40", "NVIDIA A10G", "NVIDIA GeForce RTX 3090 Ti", "Tesla T4"]
+)
 def test_other_gpus_are_not_taken_for_known_ones(driver: str) -> None:
     assert known_gpu(driver) is None
 
