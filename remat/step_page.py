@@ -31,6 +31,7 @@ def subject_of_step(step: StepPlan) -> Subject:
             ("costs", problem.cost),
             ("torch", first.torch_version),
             ("remat", first.remat_version),
+            ("offload to", first.offload or ""),
         ),
         problem=problem,
         solution=step.solution,
@@ -45,6 +46,7 @@ def subject_of_step(step: StepPlan) -> Subject:
         notes=tuple(dict.fromkeys(note for plan in calls for note in plan.notes)),
         text=str(step),
         marks=_marks(step.joined),
+        link=step.link,
     )
 
 

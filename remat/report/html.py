@@ -39,6 +39,7 @@ def subject_of(plan: Plan) -> Subject:
             ("torch", plan.torch_version),
             ("remat", plan.remat_version),
             ("graph", plan.graph_hash[:12]),
+            ("offload to", plan.offload or ""),
         ),
         problem=plan.problem,
         solution=plan.solution,
@@ -52,6 +53,7 @@ def subject_of(plan: Plan) -> Subject:
         extra_flops=plan.extra_flops,
         notes=plan.notes,
         text=plan_text(plan),
+        link=plan.link,
     )
 
 

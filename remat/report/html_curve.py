@@ -64,7 +64,11 @@ def curve_of(
     """
     old = subject.baseline_timeline.seconds
     solutions = solve_frontier(
-        subject.problem, points=points, time_limit=time_limit * points, progress=progress
+        subject.problem,
+        points=points,
+        time_limit=time_limit * points,
+        link=subject.link,
+        progress=progress,
     )
     return PlanCurve(
         tuple(

@@ -49,6 +49,7 @@ def _head(plan: Plan) -> list[str]:
                  f"{least})"),
         *_predicted(plan),
         ("resident", f"{format_bytes(problem.fixed_bytes)} of that: parameters, inputs, state"),
+        *_offloaded(plan),
         *_places(plan),
         ("extra", f"{_percent(plan.extra_time)} time, {_percent(plan.extra_flops)} FLOPs"
                   + (f"; costs {problem.cost}" if problem.cost else "")),
@@ -62,6 +63,16 @@ def _predicted(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.replayed_peak is not None:
         predicted = format_bytes(plan.predicted)
         yield "predicted", f"{predicted} by the schedule; the peak is replayed from what runs"
+
+
+def _offloaded(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What is away between forward and backward, and how fast it may go."""
+    if plan.link is not None and plan.offload is not None:
+        rate = format_bytes(plan.link.offload_bandwidth)
+        yield (
+            "offload",
+            f"{format_bytes(plan.offloaded_bytes)} to {plan.offload}, at {rate} a second",
+        )
 
 
 def _places(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -110,8 +121,9 @@ def _layers(rows: Sequence[LayerRow]) -> list[str]:
         return []
     rows = _fold(rows)
     longest = max(map(_bulk, rows))
+    legend = "█ kept ▒ away ░" if any(row.offloaded_bytes for row in rows) else "█ kept ░ not"
     head = (
-        f"{'layer':<{_LAYER_WIDTH}} {'█ kept ░ not':<{_BAR_WIDTH}}"
+        f"{'layer':<{_LAYER_WIDTH}} {legend:<{_BAR_WIDTH}}"
         f"{'unasked':>10}{'kept':>11}{'extra':>11}"
     )
     lines = [head]
@@ -147,7 +159,7 @@ def _block(layer: str) -> str:
 
 def _bulk(row: LayerRow) -> int:
     """The longer bar. A plan may keep what the baseline drops, because recomputing reads it."""
-    return max(row.baseline_bytes, row.kept_bytes)
+    return max(row.baseline_bytes, row.kept_bytes + row.offloaded_bytes)
 
 
 def _joined(rows: Sequence[LayerRow], names: Sequence[str]) -> list[LayerRow]:
@@ -164,8 +176,9 @@ def _joined(rows: Sequence[LayerRow], names: Sequence[str]) -> list[LayerRow]:
 def _bar(row: LayerRow, longest: int) -> str:
     if longest == 0:
         return ""
-    kept = round(_BAR_WIDTH * row.kept_bytes / longest)
-    return "█" * kept + "░" * (round(_BAR_WIDTH * _bulk(row) / longest) - kept)
+    ends = (row.kept_bytes, row.kept_bytes + row.offloaded_bytes, _bulk(row))
+    kept, away, all_of_it = (round(_BAR_WIDTH * end / longest) for end in ends)
+    return "█" * kept + "▒" * (away - kept) + "░" * (all_of_it - away)
 
 
 def _decisions(rows: Sequence[DecisionRow]) -> list[str]:

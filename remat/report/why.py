@@ -80,12 +80,13 @@ class _Case:
 
     def reason(self) -> str:
         plan = self.plan
-        other = change(plan.problem, plan.solution.schedule, self.index, self.decision, None)
+        other = change(plan.problem, plan.solution.schedule, self.index, self.decision, plan.link)
         if self.decision is Decision.KEEP:
             return self._kept(other)
         if self.decision is Decision.RECOMPUTE:
             return self._recomputed(other)
-        return f"it waits for backward elsewhere. {self._if_kept(other)}"
+        where = f" ({plan.offload})" if plan.offload else ""
+        return f"its bytes wait for backward elsewhere{where}. {self._if_kept(other)}"
 
     def _kept(self, other: Change) -> str:
         plan, budget = self.plan, self.plan.memory_budget

@@ -13,7 +13,7 @@ import pytest
 from remat.plans import LayerRow, Plan
 from remat.report import text
 from remat.report.text import budget_too_small, plan_text
-from remat.solvers.problem import Op, Problem
+from remat.solvers.problem import Link, Op, Problem
 from remat.solvers.schedule import Solution
 from remat.solvers.simulate import simulate
 
@@ -50,6 +50,11 @@ def test_a_replayed_peak_and_the_predicted_one_are_both_shown(plan: Plan) -> Non
     lines = plan_text(replayed).splitlines()
     assert lines[2].startswith("peak       1.40 KiB (without remat 1.47 KiB")
     assert lines[3] == "predicted  1.38 KiB by the schedule; the peak is replayed from what runs"
+
+
+def test_offloading_is_said(plan: Plan) -> None:
+    away = dataclasses.replace(plan, link=Link(2.0**30, 2.0**30), offload="host")
+    assert plan_text(away).splitlines()[4] == "offload    0 B to host, at 1.00 GiB a second"
 
 
 def _cells(line: str) -> list[str]:
@@ -170,6 +175,12 @@ def test_a_layer_that_keeps_more_than_it_saved_unasked_has_a_bar() -> None:
     lines = text._layers([LayerRow("a", 0, 100, 0, 0, 0.0), LayerRow("b", 50, 0, 50, 0, 1.0)])
     assert lines[1].count("█") == text._BAR_WIDTH
     assert lines[2].count("░") == round(text._BAR_WIDTH / 2)
+
+
+def test_what_is_offloaded_is_a_part_of_the_bar() -> None:
+    lines = text._layers([LayerRow("a", 90, 30, 30, 30, 0.5)])
+    assert "█ kept ▒ away ░" in lines[0]
+    assert "█████▒▒▒▒▒░░░░░" in lines[1]
 
 
 def test_a_budget_between_proven_and_found(problem: Problem, solution: Solution) -> None:

@@ -123,6 +123,17 @@ def test_why_a_value_is_kept(plan: Plan) -> None:
     )
 
 
+def test_why_a_value_is_offloaded(plan: Plan) -> None:
+    link, schedule = Link(50.0, 50.0), _offloading()
+    timeline = simulate(PROBLEM, schedule, link)
+    solution = dataclasses.replace(plan.solution, schedule=schedule, timeline=timeline)
+    away = dataclasses.replace(plan, solution=solution, link=link, offload="host")
+    assert away.why("a") == (
+        "a (100 B, blocks.0, m.py:10) is offloaded: its bytes wait for backward elsewhere (host). "
+        "Kept, it would save 4.00 s, and the peak would be 1.47 KiB, 58 B over the budget."
+    )
+
+
 def _sentences(seeds: int) -> Iterator[str]:
     for seed in range(seeds):
         plan = nested_plan(seed, length=10)
