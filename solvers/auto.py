@@ -54,7 +54,7 @@ def _with_link(request: Request, link: Link) -> Proposal:
     if budget is None or (fits and timeline.seconds <= required * (1 + PROVEN)):
         return replace(alone, lower_bound=required, infeasible=False)
     offloads = Offloads(request, link, wider, budget, KERNELS.wait(patience(request)))
-    found = offloads.run((alone.schedule,))
+    found = offloads.run((*request.starts, alone.schedule))
     if offloads.best is None or not offloads.best.offloaded:  # then search on without the link
         again = replace(_for_a_share(request, 1.0), starts=(*request.starts, alone.schedule))
         if request.max_evaluations is None and not offloads.infeasible:
@@ -64,10 +64,11 @@ def _with_link(request: Request, link: Link) -> Proposal:
 
 
 def _for_a_share(request: Request, share: float) -> Request:
-    """The same request without its link, for a share of the time."""
-    left = request.seconds_left
+    """The same request without its link, and without transfers, for a share of the time."""
+    left, problem = request.seconds_left, request.problem
     deadline = request.deadline if math.isinf(left) else time.monotonic() + share * left
-    return replace(request, link=None, deadline=deadline)
+    starts = tuple(Schedule.from_computes(problem, start.computes) for start in request.starts)
+    return replace(request, link=None, deadline=deadline, starts=starts)
 
 
 def _alone(request: Request) -> Proposal:

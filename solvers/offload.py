@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -93,9 +94,12 @@ class Offloads:
         self.effort = Effort(self.request.deadline, self.request.max_evaluations)
 
     def run(self, starts: Sequence[Schedule]) -> Proposal:
-        """Search from the MILP, and from known plans, which had no link."""
+        """Search from the MILP, and from known plans."""
         for start in starts:
-            self.price(Trace.of(self.structure, start.computes))
+            away = [step.index for step in start.steps if step.kind == "offload"]
+            back = Counter(step.index for step in start.steps if step.kind == "reload")
+            often = [v for v, times in back.items() if times > 1]
+            self.price(Trace.of(self.structure, start.computes), away, often)
         try:
             self._plan_by_cuts()
         except MilpFailure as failure:
@@ -260,8 +264,10 @@ class Offloads:
     def _polish(self) -> None:
         """Search with the transfers of the best plan fixed, until that finds nothing new."""
         stale, target = 0, self.budget
-        while self.searches and self.best is not None and self.best.offloaded and stale < _STALE:
-            if self._done or self.effort.over:
+        least = self.structure.required_seconds * (1 + PROVEN)
+        while self.searches and self.best is not None and stale < _STALE:
+            alone = not self.best.offloaded or self.best.trace.clock[-1] <= least
+            if alone or self._done or self.effort.over:
                 return
             before = self.best
             found = self._search(before, target, self.effort.part(_POLISH_SHARE), improve=True)

@@ -43,6 +43,7 @@ _DESCENT: Final = (1.0, 0.25, 0.08, 0.02, 0.005)  # shares of the way down tried
 _SLOWEST: Final = 6.0  # a plan that takes so many times the required seconds is given up
 _NOISE: Final = 1.0  # prices of evictions are up to twice what they are, at random
 _WORST_START: Final = 1.1  # times the best plan's seconds that a new start may take
+_MOST_A_CHUNK: Final = 10**6  # evaluations; where there is nothing to try, chunks take no time
 _PATIENCE: Final = 0.02  # share of the effort, and rounds, without a faster plan: then it is stuck
 _ROUNDS: Final = 1000
 _LAST: Final = 0.7  # share of the effort after which both workers polish the best plan
@@ -368,7 +369,7 @@ class Searcher:
             return chunk
         left = max(0.0, effort.deadline - time.monotonic())
         pace = min(_MEETING, left) / max(1e-4, time.monotonic() - began)
-        return max(200, min(int(chunk * pace), 4 * chunk))
+        return max(200, min(int(chunk * pace), 4 * chunk, _MOST_A_CHUNK))
 
 
 def undominated(plans: Iterable[Found]) -> list[Found]:
