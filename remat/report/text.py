@@ -123,8 +123,7 @@ def _layers(rows: Sequence[LayerRow]) -> list[str]:
     longest = max(map(_bulk, rows))
     legend = "█ kept ▒ away ░" if any(row.offloaded_bytes for row in rows) else "█ kept ░ not"
     head = (
-        f"{'layer':<{_LAYER_WIDTH}} {legend:<{_BAR_WIDTH}}"
-        f"{'unasked':>10}{'kept':>11}{'extra':>11}"
+        f"{'layer':<{_LAYER_WIDTH}} {legend:<{_BAR_WIDTH}}{'unasked':>10}{'kept':>11}{'extra':>11}"
     )
     lines = [head]
     for row in rows:
