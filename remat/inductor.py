@@ -199,7 +199,9 @@ class _Compiler:
         if self.untouched:
             return {}
         as_planned = inductor.AS_PLANNED if self.device.type == "cpu" else {}
-        return {**inductor.FREE_EARLY, **as_planned}
+        offloads = self.options.offload or (self.options.plan and self.options.plan.offload)
+        in_order = inductor.IN_ORDER if offloads else {}
+        return {**inductor.FREE_EARLY, **as_planned, **in_order}
 
     def _replayed(self, made: inductor.InductorGraph, plan: Plan) -> Plan:
         assert made.forward is not None

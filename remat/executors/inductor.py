@@ -40,6 +40,14 @@ whether the scheduler's nodes were sorted by emitted order or not.
 """
 
 
+IN_ORDER: Final[dict[str, Any]] = {"reorder_for_peak_memory": False}
+"""Options under which a planned graph that offloads copies while it computes.
+
+Inductor's reordering puts what frees memory early and what allocates late: every wait for an
+offload right behind its start, every reload right before its wait.
+"""
+
+
 @dataclass(frozen=True)
 class InductorGraph:
     """What compiling one graph gave.
