@@ -386,7 +386,7 @@ def test_pointing_at_a_chart_shows_what_is_alive(
 ) -> None:
     tab = _open(browser, plan, tmp_path)
     box = tab.evaluate("(({x, y, width}) => [x, y, width])(before.getBoundingClientRect())")
-    start = box[0] + 66
+    start = box[0] + 72
     tab.mouse(start + 5, box[1] + 60)
     assert tab.evaluate("document.querySelector('#before-readout code').textContent") == "mm"
     alive = tab.evaluate("document.querySelector('#before-readout ul').innerText")

@@ -1,7 +1,7 @@
 // Memory over the step: stacked layers on a canvas, drawn a pixel column at a time. A column shows
 // the largest of the steps that fall into it, so a peak is never lost.
 
-const MARGIN = { left: 66, right: 10, top: 22, bottom: 24 };
+const MARGIN = { left: 72, right: 10, top: 22, bottom: 24 };
 
 class Chart {
   constructor(page, canvas, run, name) {
@@ -150,7 +150,8 @@ class Chart {
       pen.moveTo(MARGIN.left, y);
       pen.lineTo(right, y);
       pen.stroke();
-      pen.fillText(formatBytes(page.low + above), MARGIN.left - 8, y);
+      const label = page.low && above ? `+${formatBytes(above)}` : formatBytes(page.low + above);
+      pen.fillText(label, MARGIN.left - 8, y);
     }
     pen.textBaseline = "top";
     const places = ticks(page.extent, 10).filter((_, k, all) => this.width > 500 || k % 2 === 0 || all.length < 4);
