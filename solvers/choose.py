@@ -55,7 +55,7 @@ def solve(
         gap: good enough: stop once (seconds - lower bound) / seconds is at most this.
         link: where values can be offloaded to. ``auto`` then chooses among keeping, recomputing and
             offloading each value, ``every_n_layers`` offloads what it would keep of a layer, others
-            plan without it. Bounds are claims about the class of schedules with offloading.
+            plan without it and prove nothing. Bounds then speak of the class with offloading.
         seed, max_evaluations: with ``max_evaluations`` the clock is ignored, and the same seed and
             number give the same plan.
         every_n_layers: for the solver of that name.
@@ -91,6 +91,8 @@ def solve(
     valid = tuple(start for start in starts if judge.hear("start", start))
     request = replace(request, starts=valid)
     proposal = _ask(solver, request, judge)
+    if link is not None and solver != "auto":  # proven of schedules without transfers
+        proposal = replace(proposal, lower_bound=0.0, infeasible=False)
     judge.hear(solver, proposal.schedule)
     if judge.best is None or (not judge.fits and solver == "auto"):
         judge.hear("keep", keep_everything(problem))

@@ -5,8 +5,8 @@ time after it was made, freed after forward has read it for the last time, and i
 back, any number of times. Gradients, tangents and outputs stay.
 
 Variables, besides s and x of ``onecut.py``. o_v = 1: v is not resident at the cut c, and comes back
-after it.  d >= 0: seconds lost before c, to recomputation and to waits.  w >= 0: seconds of waits
-after c.
+after it.  d >= 0: seconds lost before c, to recomputation and to waits.  w >= 0: seconds
+lost after c that no x counts: waits, and runs after the second.
 
     minimise    sum t_i x_i + d + w
     subject to  the rows of onecut.py, with s_v + x_p(v) + o_v for s_v + x_p(v)
@@ -22,8 +22,8 @@ read of it after c came back, not from a second run. Its copy was made after rea
 before c: all copies of values ready at r or later went through one queue between r and T_c, an
 interval that is longer than the skeleton's by at most what was lost before c. Likewise it was back
 when the first backward op after c read it; that interval is longer than the skeleton's by the
-second runs in it and the waits in it, of which there are no more than after c altogether. What was
-lost before and after c is lost by the step. Deferred ops run at a time the skeleton does not fix:
+runs and the waits in it, of which there are no more than after c altogether. What was lost before
+and after c is lost by the step. Deferred ops run at a time the skeleton does not fix:
 their seconds are added to both intervals.
 
 A value whose copy takes many times the step has no o: the bound is then no larger than that copy.
@@ -48,8 +48,7 @@ from remat.solvers.transfers import Transfers
 
 _ROWS: Final = 60  # deadlines, and ready times, that are stated
 _SLOW: Final = 4.0  # a copy that takes so many times the required seconds is not offered
-_MOST: Final = 1e6  # times the required seconds: above the sum of all copies
-_LOST: Final = 100.0  # times the required seconds: more than any plan waits
+_MOST: Final = 1e6  # times the required seconds: above the sum of all copies, of all waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,7 @@ class _LinkCut(OneCut):
         slack = self.slack * (self.cut >= self.structure.forward_end)
         at_cut = self.starts[self.cut]
         ready = {v: self.structure.position[self.problem.producer[v]] for v in self.away}
-        lost = self.model.variable(SCALE, upper=_LOST, integer=False)
+        lost = self.model.variable(SCALE, upper=_MOST, integer=False)
         copied, later = self._total(), len(self.starts)
         for at in reversed(_some(ready.values())):
             group = [v for v in self.away if at <= ready[v] < later]
@@ -215,7 +214,7 @@ class _LinkCut(OneCut):
 
     def _limit_returns(self, share: float) -> None:
         unit, earlier = self.structure.required_seconds, -1
-        waits = self.model.variable(SCALE, upper=_LOST, integer=False)
+        waits = self.model.variable(SCALE, upper=_MOST, integer=False)
         copied, again = self._total(), self._total()
         self._add_runs(again, None, () if self.planning else self.again)
         for at in _some(self._deadline(v) for v in self.away):

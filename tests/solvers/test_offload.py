@@ -172,3 +172,20 @@ def test_a_frontier_with_a_link_is_monotone_and_under_that_without():
     assert all(ours.seconds <= other.seconds for ours, other in zip(linked[1:], alone, strict=True))
     ends = frontier(LONG, points=3, max_evaluations=50, link=link)
     assert (ends[0].peak, ends[-1].seconds) == (30, LONG.base_seconds)
+
+
+@pytest.mark.parametrize("solver", ["ilp", "keep", "chain", "sqrt"])
+def test_what_is_proven_without_a_link_is_not_claimed_with_one(solver):
+    link = Link(math.inf, math.inf)
+    alone = solve(LONG, memory_budget=50, solver=solver, max_evaluations=100)
+    linked = solve(LONG, memory_budget=50, solver=solver, max_evaluations=100, link=link)
+    assert linked.lower_bound == LONG.base_seconds <= alone.lower_bound
+    assert linked.status != "infeasible"
+
+
+def test_waits_of_many_steps_are_no_proof_that_nothing_fits():
+    hour = Link(1.0, 1.0, latency=300.0)  # a copy takes four times the step
+    structure = Structure(LONG, offloads=True)
+    budget = floor(LONG, structure)[0]
+    for cut in range(len(structure.order)):
+        assert link_cut(structure, budget, cut, hour).outcome != "infeasible"
