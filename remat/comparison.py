@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Subject = Literal[
     "kind", "budget", "code", "torch", "device", "executor", "costs", "resident", "solver",
-    "patterns", "remat",
+    "patterns", "remat", "offload",
 ]  # fmt: skip
 
 WIDTH: Final = 80
@@ -138,6 +138,9 @@ def _causes(
     solvers = [before.solution.solver, after.solution.solver]
     if solvers[0] != solvers[1]:
         yield Cause("solver", " → ".join(solvers))
+    offloads = [_offload(plans[0]) for plans in (first, second)]
+    if offloads[0] != offloads[1]:
+        yield Cause("offload", " → ".join(offloads))
     patterns = [_patterns(plans[0]) for plans in (first, second)]
     if patterns[0] != patterns[1]:
         yield Cause("patterns", " → ".join(patterns))
@@ -148,6 +151,16 @@ def _plans(plan: Plan | StepPlan) -> tuple[str, tuple[Plan, ...]]:
         return "one graph", (plan,)
     count = len(plan.plans)
     return f"a step of {count} graph call{'s' * (count > 1)}", plan.plans
+
+
+def _offload(plan: Plan) -> str:
+    if plan.link is None:
+        return "none"
+    where, link = plan.offload or "somewhere", plan.link
+    return (
+        f"{where} at {format_bytes(link.offload_bandwidth)}/s there and "
+        f"{format_bytes(link.reload_bandwidth)}/s back"
+    )
 
 
 def _patterns(plan: Plan) -> str:

@@ -172,7 +172,7 @@ def _plan_of(compiled: object) -> Plan | StepPlan:
         )
     planned = [plan for plan in plans if isinstance(plan, Plan)]
     if any(plan.executor != "eager" for plan in planned):
-        raise RematError(_by_inductor(planned))
+        raise RematError(_by_another(planned))
     if step_plan is not None:
         return step_plan
     if len(planned) != 1:
@@ -185,13 +185,18 @@ def _plan_of(compiled: object) -> Plan | StepPlan:
     return planned[0]
 
 
-def _by_inductor(plans: Sequence[Plan]) -> str:
+def _by_another(plans: Sequence[Plan]) -> str:
+    """Why the steps of another executor cannot be watched one by one."""
     plan = max(plans, key=lambda plan: plan.peak)
+    runs = {
+        "inductor": "runs fused kernels in an order of its own, so its steps are not the plan's",
+        "cudagraph": "replays a recording, in which nothing is allocated",
+    }
+    why = runs.get(plan.executor, "does not run the plan's steps one by one")
     return (
-        f"executor={plan.executor!r} runs fused kernels in an order of its own, so its steps are "
-        f"not the plan's: {plan.predicted} bytes were estimated before compilation, {plan.peak} "
-        "are replayed from the code (plan.peak), and remat.measure says what a step takes. "
-        'Compile with executor="eager" to see predicted against measured op by op'
+        f"executor={plan.executor!r} {why}. {plan.predicted} bytes were estimated as its peak, "
+        f"plan.peak is {plan.peak}, and remat.measure says what a step takes. Compile with "
+        'executor="eager" to see predicted against measured op by op'
     )
 
 

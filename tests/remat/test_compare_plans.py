@@ -12,7 +12,7 @@ import remat
 from remat.cli import DONE, FAILED, main
 from remat.comparison import Cause, LayerChange, Redecided, compare
 from remat.plans import Plan
-from remat.solvers.problem import Op, Problem
+from remat.solvers.problem import Link, Op, Problem
 from remat.solvers.schedule import Schedule
 from remat.solvers.simulate import simulate
 
@@ -66,6 +66,10 @@ def test_another_plan_for_the_same_question(plan: Plan, kept: Plan) -> None:
         ({"executor": "inductor"}, Cause("executor", "eager → inductor")),
         ({"remat_version": "9"}, Cause("remat", "0.1.0 → 9")),
         ({"keep": ("h.*",)}, Cause("patterns", "none → keep h.*")),
+        (
+            {"offload": "host", "link": Link(2**34, 2**33)},
+            Cause("offload", "none → host at 16.0 GiB/s there and 8.00 GiB/s back"),
+        ),
     ],
 )
 def test_why(plan: Plan, changed: dict[str, Any], cause: Cause) -> None:

@@ -159,13 +159,15 @@ def show_plans(watched: Watched, patch: pytest.MonkeyPatch, *plans: Plan | Unpla
     patch.setattr(type(watched.compiled), "plans", property(lambda self: plans))
 
 
-def test_what_inductor_runs_is_refused_in_words(
-    watched: Watched, plan: Plan, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("executor", "why"), [("inductor", "fused kernels"), ("cudagraph", "replays a recording")]
+)
+def test_what_others_run_is_refused_in_words(
+    executor: str, why: str, watched: Watched, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show_plans(
-        watched, monkeypatch, dataclasses.replace(plan, executor="inductor", replayed_peak=1444)
-    )
-    with pytest.raises(RematError, match=r"1408 bytes were estimated.*1444 are replayed.*eager"):
+    theirs = dataclasses.replace(plan, executor=executor, replayed_peak=1444)
+    show_plans(watched, monkeypatch, theirs)
+    with pytest.raises(RematError, match=rf"{why}.*1408 bytes were estimated.*peak is 1444.*eager"):
         measure_timeline(watched.step, watched.compiled, warmup=0)
 
 
