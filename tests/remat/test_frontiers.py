@@ -14,6 +14,7 @@ from torch import nn
 
 import remat
 import remat.frontiers
+from remat.cli import DONE, FAILED, main
 from remat.frontiers import knee_of
 from remat.report.curve import frontier_curve
 from remat.report.svg import frontier_svg
@@ -124,6 +125,30 @@ def test_the_curve_in_characters() -> None:
     assert body[0].startswith("+100.0% |o")
     assert body[-1].rstrip().endswith("B")
     assert sum(line.count("o") for line in body) == 1  # the knee and the baseline hide the others
+
+
+def test_the_command_prints_curve_and_table(
+    curve: remat.frontiers.Frontier,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "step_of_a_user_here.py").write_text("def make(): return print, ()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked: list[int] = []
+
+    def planned(*_: object, points: int, **__: object) -> remat.frontiers.Frontier:
+        asked.append(points)
+        return curve
+
+    monkeypatch.setattr(remat.frontiers, "frontier", planned)
+    line = ["frontier", "step_of_a_user_here:make", "--points", "4", "-o", str(tmp_path / "c.svg")]
+    assert main(line) == DONE
+    assert asked == [4]
+    assert capsys.readouterr().out == f"{curve.plot()}\n\n{curve}\n"
+    assert (tmp_path / "c.svg").exists()
+    assert main(line) == FAILED  # the picture is there already
+    assert asked == [4]
 
 
 def test_a_budget_has_no_meaning_here() -> None:
