@@ -159,8 +159,7 @@ class _Check:
                 yield (
                     "host",
                     f"is a {'number' if number else 'tensor'} on the {tensor.device.type}",
-                    "what is recorded would be its content now: put it on the device (an "
-                    "optimizer's: capturable=True)",
+                    f"what is recorded would be its content now: {_ON_DEVICE}",
                 )
 
     def _syncs(self, node: fx.Node) -> Iterator[_Finding]:
@@ -203,9 +202,9 @@ class _Check:
         given = [t for source in node.all_input_nodes for t in _tensors(source)]
         here = [tensor for tensor in given if not self._is_elsewhere(tensor)]
         if made and (here or not given):
-            yield "host", f"makes a tensor on the {made[0].device.type}", _KEEP_ON_DEVICE
+            yield "host", f"makes a tensor on the {made[0].device.type}", _ON_DEVICE
         elif made and not ops.is_view(node):
-            yield "host", f"computes on the {made[0].device.type}", _KEEP_ON_DEVICE
+            yield "host", f"computes on the {made[0].device.type}", _ON_DEVICE
         elif not made and _tensors(node) and given and not here:
             why = "copies from host memory, which is read once only"
             yield "host", why, "copy before the step, into a tensor that stays"
@@ -227,6 +226,7 @@ class _Check:
 
 
 _KEEP_ON_DEVICE: Final = "keep the value in a tensor on the device, or take it out of the step"
+_ON_DEVICE: Final = "put it on the device (an optimizer's: capturable=True)"
 _OTHER_OP: Final = "use another op, or take it out of the step"
 
 

@@ -317,8 +317,10 @@ class CudaRecorder:
             ):
                 result = function()
         except RuntimeError as error:
+            # Ending the recording fails, too, and hides what went wrong in it.
+            first = error.__context__ or error
             raise RematError(
-                f"recording a CUDA graph failed: {error}. {format_bytes(before)} were reserved on "
+                f"recording a CUDA graph failed: {first}. {format_bytes(before)} were reserved on "
                 f'{self.device} before; executor="eager" runs the same plan unrecorded'
             ) from error
         return result, graph

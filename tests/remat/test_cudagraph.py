@@ -113,7 +113,16 @@ def compiled(net: nn.Module, **options: Any) -> Callable[..., Any]:
     )
 
 
-def test_forward_and_backward_are_recorded_in_one_pool(recorder: FakeRecorder) -> None:
+def test_forward_and_backward_are_recorded_in_one_pool(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Captured] = []
+
+    def watched(*args: Any, **options: Any) -> Captured:
+        made.append(Captured(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(cudagraph, "Captured", watched)
     net = Net()
     twin = copy.deepcopy(net)
     run = compiled(net)
@@ -128,6 +137,8 @@ def test_forward_and_backward_are_recorded_in_one_pool(recorder: FakeRecorder) -
         for ours, theirs in zip(net.buffers(), twin.buffers(), strict=True):
             assert torch.equal(ours, theirs)
     assert recorder.recorded_in == [1, 1]
+    # Only the batch is copied, and the gradient of the loss.
+    assert [captured.copied_bytes for captured in made] == [32 * 16 * 4, 4]
     assert run.plans[0].executor == "cudagraph"
     assert run.plans[0].replayed_peak > run.plans[0].predicted
 
@@ -264,5 +275,5 @@ def test_with_options_of_inductors_the_trees_record() -> None:
     planned = cudagraph.as_planned(options)
     assert planned.executor == "inductor"
     assert planned.inductor == {"max_autotune": True, "triton.cudagraphs": True}
-    with pytest.raises(InvalidOption, match="offload=.host."):
+    with pytest.raises(InvalidOption, match=r"offload=.host."):
         remat.Options.make(executor="cudagraph", offload=True)
