@@ -277,7 +277,7 @@ def _over_budget(plan: Plan, budget: int, times: int) -> BudgetTooSmall:
     return BudgetTooSmall(
         f"memory_budget is {format_bytes(budget)} ({budget} bytes), but the least peak inductor's "
         f"code was brought to, in {times} compilations, is {format_bytes(plan.peak)} "
-        f"({plan.peak} bytes; {format_bytes(plan.predicted)} were expected). Give that much, or a "
+        f"({plan.peak} bytes; {plan.predicted} bytes were expected). Give that much, or a "
         'smaller batch; executor="eager" follows its plan to the byte',
         memory_budget=budget,
         least_peak=plan.peak,
