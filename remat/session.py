@@ -89,7 +89,9 @@ class Session:
 
     @property
     def _has_budget(self) -> bool:
-        return self.options.memory_budget is not None and self.options.plan is None
+        # A replay moves no counter of the allocator: a recorded step cannot be watched as a whole.
+        recorded = self.options.executor == "cudagraph" and self.options.inductor is None
+        return self.options.memory_budget is not None and self.options.plan is None and not recorded
 
     def _is_broken(self, graph: fx.GraphModule) -> bool:
         """Whether it ends before its function does.

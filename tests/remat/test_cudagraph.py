@@ -125,7 +125,7 @@ def test_forward_and_backward_are_recorded_in_one_pool(
     monkeypatch.setattr(cudagraph, "Captured", watched)
     net = Net()
     twin = copy.deepcopy(net)
-    run = compiled(net)
+    run = compiled(net, memory_budget=0.5)
     for _ in range(4):
         x = torch.randn(32, 16)
         loss, wanted = run(x), twin(x)
