@@ -118,6 +118,29 @@ def measure_timeline(
         RematError: a profiler runs, no planned graph ran, the graphs that ran are not those of the
             plan, or inductor runs them.
     """
+    observer = _watch(step_function, warmup, device)
+    plan = _plan_of(compiled)
+    if isinstance(plan, Plan):
+        (runs, predicted), resident = _of_graph(plan, observer.runs), plan.problem.fixed_bytes
+    else:
+        runs, predicted = _of_step(plan, observer.runs)
+        resident = plan.joined.problem.fixed_bytes
+    base = observer.segment(runs[0].begin).level - resident
+    ops: list[MeasuredOp] = []
+    ran: set[int] = set()
+    for run, steps in zip(runs, predicted, strict=True):
+        for mark, step in _match(run, steps):
+            measured = observer.segment(mark).peak - base
+            ops.append(MeasuredOp(step.step, step.op, step.index in ran, step.bytes, measured))
+            ran.add(step.index)
+    unseen = sum(map(len, predicted)) - len(ops)
+    return MeasuredTimeline(plan, tuple(ops), unseen, resident)
+
+
+def _watch(
+    step_function: Callable[[], object], warmup: int, device: torch.device | str
+) -> Observer:
+    """Call the step, and watch the last call."""
     if warmup < 0:
         raise InvalidOption(f"warmup is {warmup}; the number of calls before must be at least 0")
     for _ in range(warmup - 1):
@@ -129,24 +152,7 @@ def measure_timeline(
     with Observer(device) as observer:
         result = step_function()
     del result
-    plan = _plan_of(compiled)
-    if isinstance(plan, Plan):
-        runs, predicted, resident = *_of_graph(plan, observer.runs), plan.problem.fixed_bytes
-    else:
-        runs, predicted = _of_step(plan, observer.runs)
-        resident = plan.joined.problem.fixed_bytes
-    base = observer.segment(runs[0].begin).level - resident
-    ops: list[MeasuredOp] = []
-    ran: set[int] = set()
-    unseen = 0
-    for run, steps in zip(runs, predicted, strict=True):
-        rows, missed = _match(run, steps)
-        unseen += missed
-        for mark, step in rows:
-            measured = observer.segment(mark).peak - base
-            ops.append(MeasuredOp(step.step, step.op, step.index in ran, step.bytes, measured))
-            ran.add(step.index)
-    return MeasuredTimeline(plan, tuple(ops), unseen, resident)
+    return observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +267,8 @@ def _check_same(run: Run, schedule: Schedule) -> None:
         )
 
 
-def _match(run: Run, steps: Sequence[_Predicted]) -> tuple[list[tuple[int, _Predicted]], int]:
-    """Each mark of a run with its step; how many steps left no mark."""
+def _match(run: Run, steps: Sequence[_Predicted]) -> list[tuple[int, _Predicted]]:
+    """Each mark of a run, with its step."""
     marks, rows = iter(run.ops), []
     pending = next(marks, None)
     for step in steps:
@@ -273,4 +279,4 @@ def _match(run: Run, steps: Sequence[_Predicted]) -> tuple[list[tuple[int, _Pred
         raise RematError(
             f"op {pending[0]} of the graph ran where its plan has none; report this with the model"
         )
-    return rows, len(steps) - len(rows)
+    return rows

@@ -9,12 +9,18 @@ Two blocks and a loss; 1000 bytes are resident. The plan computes the first bloc
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TYPE_CHECKING
+
 import pytest
 
 from remat.plans import Plan
 from remat.solvers.problem import Op, Problem, Value
 from remat.solvers.schedule import Schedule, Solution
 from remat.solvers.simulate import simulate
+
+if TYPE_CHECKING:
+    from remat.sharing import StepPlan
 
 PROBLEM = Problem(
     name="two blocks",
@@ -78,4 +84,39 @@ def plan(solution: Solution) -> Plan:
         baseline=BASELINE,
         least_peak=1408,
         notes=("workspace of mm was assumed to be none",),
+    )
+
+
+@pytest.fixture
+def step_plan(plan: Plan) -> StepPlan:
+    """Two calls of one graph, the second inside the first, and a loss between them."""
+    from remat.joined import Phase, join
+    from remat.sharing import StepPlan  # imports torch
+
+    phases = [
+        Phase("forward", 0, 0), Phase("forward", 1, 8), Phase("eager", -1, 64),
+        Phase("backward", 1, 16), Phase("backward", 0, 32),
+    ]  # fmt: skip
+    problem = dataclasses.replace(plan.problem, fixed_bytes=0)
+    joined = join([problem, problem], phases, 1000)
+    schedule = joined.schedule([plan.solution.schedule, plan.baseline])
+    solution = dataclasses.replace(
+        plan.solution,
+        problem_key=joined.problem.key,
+        schedule=schedule,
+        timeline=simulate(joined.problem, schedule),
+    )
+    plain = dataclasses.replace(
+        plan,
+        solution=dataclasses.replace(
+            plan.solution, schedule=plan.baseline, timeline=plan.baseline_timeline
+        ),
+    )
+    return StepPlan(
+        memory_budget=5000,
+        plans=(plan, plain),
+        joined=joined,
+        solution=solution,
+        baseline=joined.schedule([plan.baseline, plan.baseline]),
+        least_peak=1500,
     )
