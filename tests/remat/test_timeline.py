@@ -44,7 +44,7 @@ class Net(nn.Module):
 def step_of(model: nn.Module, **options: Any) -> tuple[Callable[[], None], Any, Tensor]:
     """A step, what is compiled for it, and the batch."""
     batch = torch.randn(128, 32)
-    compiled = remat.compile(model, executor="eager", time_limit=0.3, **options)
+    compiled = remat.compile(model, executor="eager", time_limit=0.2, **options)
 
     def step() -> None:
         model.zero_grad()
@@ -104,10 +104,16 @@ def test_watching_changes_no_number_and_leaves_nothing_behind(watched: Watched) 
     assert observe._observer is None
 
 
-def test_a_step_of_several_graphs() -> None:
-    model = Net(broken=True)
-    step, compiled, _ = step_of(model, memory_budget=0.3)
-    timeline = measure_timeline(step, compiled)
+def test_a_step_of_several_graphs_through_torch_compile() -> None:
+    model, batch = Net(broken=True), torch.randn(128, 32)
+    options = {"memory_budget": 0.3, "executor": "eager", "time_limit": 0.2}
+    compiled = torch.compile(model, backend="remat", options=options)
+
+    def step() -> None:
+        model.zero_grad()
+        compiled(batch).backward()
+
+    timeline = measure_timeline(step, options)
     assert isinstance(timeline.plan, StepPlan)
     assert len(timeline.plan.plans) == 2
     halves = {row.op.name.split(":")[0] for row in timeline.ops}
@@ -140,19 +146,6 @@ def test_a_wrong_prediction_is_seen_where_it_is(watched: Watched) -> None:
     assert "+4.00 KiB" in str(wrong)
     assert lied_about.op.target in str(wrong).splitlines()[-1]
     assert lied_about.op.target not in str(watched.timeline).splitlines()[-1]
-
-
-def test_through_torch_compile() -> None:
-    model, batch = Net(), torch.randn(128, 32)
-    options = {"memory_budget": 0.2, "executor": "eager", "time_limit": 0.3}
-    compiled = torch.compile(model, backend="remat", options=options)
-
-    def step() -> None:
-        model.zero_grad()
-        compiled(batch).backward()
-
-    timeline = measure_timeline(step, options)
-    assert {row.deviation for row in timeline.ops} == {0}
 
 
 def show_plans(watched: Watched, patch: pytest.MonkeyPatch, *plans: Plan | Unplanned) -> None:
