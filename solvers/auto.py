@@ -32,6 +32,7 @@ _MOMENT: Final = 0.05  # seconds between two looks at what the proving thread fo
 _GRACE: Final = 1.0  # seconds after the deadline for the only plan that may fit
 _ALONE: Final = 0.3  # of the time, for the plan without the link; where there is none:
 _SHORT: Final = 0.15
+_ALONE_GAP: Final = 5e-4  # at which it is good enough to compare with
 _IDLE: Final = 20  # tries in a row that price nothing, before the search is given up
 
 
@@ -47,7 +48,10 @@ def _with_link(request: Request, link: Link) -> Proposal:
     if budget is not None and floor(request.problem, wider)[0] > budget:
         return least_peak_proposal(request)
     share = _ALONE if budget is None or floor(request.problem)[0] <= budget else _SHORT
-    alone = _alone(_for_a_share(request, share))
+    shortened = _for_a_share(request, share)
+    if request.max_evaluations is None:  # it goes on below if nothing better leaves
+        shortened = replace(shortened, gap=max(request.gap, _ALONE_GAP))
+    alone = _alone(shortened)
     assert alone.schedule is not None, "keeping everything is a plan"
     timeline, required = simulate(request.problem, alone.schedule), wider.required_seconds
     fits = budget is None or timeline.peak <= budget

@@ -36,12 +36,13 @@ from remat.solvers.transfers import Trace, Transfers, with_transfers
 from remat.solvers.windows import windowed
 
 _SCANNED: Final = 3  # cuts whose LP relaxation is solved
-_SCAN_SHARE: Final = 0.2  # of the time, after which the scan ends
+_SCAN_SHARE: Final = 0.1  # of the time, after which the scan ends
 _MILP_SHARE: Final = 0.5  # of the time left, for the first MILP
 _AGAIN_SHARE: Final = 0.3  # for each one after it
 _ATTEMPTS: Final = 4  # MILPs
 _EXCESSES: Final = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # times the bytes over the budget that leave
-_GAP: Final = 1e-2  # of the MILP, of the added time: the bound is the LP's anyway
+_COARSE: Final = 5e-2  # gap of the MILP, of the added time: the bound is the LP's anyway
+_FINE: Final = 1e-2  # of a second one, if there is time
 _POLISH_SHARE: Final = 0.3  # of the effort left, for each search with fixed windows
 _STALE: Final = 3  # searches in a row that find nothing
 _WAITS: Final = 1e-4  # of the required seconds: a plan that waits longer is planned again
@@ -100,14 +101,22 @@ class Offloads:
             back = Counter(step.index for step in start.steps if step.kind == "reload")
             often = [v for v, times in back.items() if times > 1]
             self.price(Trace.of(self.structure, start.computes), away, often)
+        self._plan()
+        return self.proposal()
+
+    def _plan(self) -> None:
+        """Bound, plan by a coarse MILP, search around its transfers; once more, by a finer one."""
         try:
-            self._plan_by_cuts()
+            cuts = self._ranked_cuts() if self.structure.order else []  # else deferred ops alone
+            self._plan_by_excess()
+            for gap in (_FINE,) if self._counted else (_COARSE, _FINE):
+                if cuts and not self._done:
+                    self._plan_by_cut(cuts[0], gap)
+                if self.best is None and self.least is not None and not self.infeasible:
+                    self.squeeze(self.least)
+                self._polish()
         except MilpFailure as failure:
             self.failures.append(str(failure))
-        if self.best is None and self.least is not None and not self.infeasible:
-            self.squeeze(self.least)
-        self._polish()
-        return self.proposal()
 
     def run_least(self, starts: Sequence[Schedule]) -> Proposal:
         """The smallest peak that values leaving one by one reach; then the fastest plan with it."""
@@ -116,7 +125,7 @@ class Offloads:
         assert self.least is not None, "there is a plan to start from"
         self.budget, self.best = self.least.peak, self.least
         self.price(self.least.trace, self.least.offloaded, self.least.returning)
-        self._polish()
+        self._plan()
         return self.proposal()
 
     def proposal(self) -> Proposal:
@@ -170,12 +179,8 @@ class Offloads:
             1 - max(self.request.gap, PROVEN)
         )
 
-    def _plan_by_cuts(self) -> None:
+    def _plan_by_cut(self, cut: int, gap: float) -> None:
         """Plans of the MILP; tighter where the last peaked too high, less of the link if slow."""
-        if not self.structure.order:  # deferred ops alone: there is no moment to cut at
-            return
-        cuts = self._ranked_cuts()
-        self._plan_by_excess()
         target, share = self.budget, 1.0
         for attempt in range(_ATTEMPTS):
             if self._done:
@@ -183,10 +188,10 @@ class Offloads:
             answer = link_cut(
                 self.structure,
                 target,
-                cuts[0],
+                cut,
                 self.link,
                 time_limit=self._limit(_AGAIN_SHARE if attempt else _MILP_SHARE),
-                gap=_GAP,
+                gap=gap,
                 nodes=NODES if self._counted else None,
                 planning=True,
                 share=share,
@@ -194,7 +199,7 @@ class Offloads:
             )
             if answer.kept is None or answer.away is None:
                 return
-            chosen = schedule_of_cut(self.structure, cuts[0], answer.kept | answer.away)
+            chosen = schedule_of_cut(self.structure, cut, answer.kept | answer.away)
             plan = self.price(Trace.of(self.structure, chosen.computes), answer.away)
             if plan.peak > self.budget:
                 self._mend(plan)
@@ -212,7 +217,7 @@ class Offloads:
         """
         keep = keep_everything(self.structure.problem, self.structure)
         trace = Trace.of(self.structure, keep.computes)
-        values, excess = self.structure.problem.values, int(trace.used.max()) - self.budget
+        values, excess = self.structure.problem.values, int(trace.used.max(initial=0)) - self.budget
         away = {
             v: trace.clock[stay.readers[0]] - trace.clock[stay.last_forward + 1]
             for v, stay in trace.stays.items()

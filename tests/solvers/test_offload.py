@@ -104,11 +104,12 @@ def test_no_plan_beats_the_bound_of_a_cut(data, problem, link):
     budget = data.draw(st.none() | st.integers(0, int(trace.used.max(initial=0))))
     plan = with_transfers(trace, away, link, budget, returning=returning)
     assert floor(problem, structure)[0] <= plan.peak
-    for cut in range(len(structure.order)):
-        for relaxed in (True, False):
-            answer = link_cut(structure, plan.peak, cut, link, relaxed=relaxed)
-            assert answer.outcome != "infeasible"
-            assert answer.lower_bound <= plan.seconds * (1 + 1e-6)
+    if not structure.order:
+        return
+    cut = data.draw(st.integers(0, len(structure.order) - 1))
+    answer = link_cut(structure, plan.peak, cut, link, relaxed=data.draw(st.booleans()))
+    assert answer.outcome != "infeasible"
+    assert answer.lower_bound <= plan.seconds * (1 + 1e-6)
 
 
 @given(case=budgets(chains(min_length=3, max_length=6)), cut=st.integers(0, 12))
