@@ -76,7 +76,7 @@ class StepGraph(JointGraph):
                 "it; to plan a function that only computes the loss use remat.compile"
             )
         _make_readable(step)
-        _copy_owned_contents(step)
+        step = _with_owned_contents_copied(step)
         graph.lint()
         module.recompile()
         return step
@@ -215,26 +215,28 @@ def _users_frames(trace: str) -> str:
     return "".join(own) or trace
 
 
-def _copy_owned_contents(step: StepGraph) -> None:
+def _with_owned_contents_copied(step: StepGraph) -> StepGraph:
     """A new content that is another input gets a copy: that input may be written before."""
     storages = Storages.of(step)
     owned = {s for node in step.inputs for s in storages.created[node]}
-    output = step.output
-    results: list[Any] = list(step._outputs)
-    for index, update in enumerate(step.updates):
-        if not owned & set(storages.held[update.content]):
-            continue
-        with step.module.graph.inserting_before(output):
-            copy = step.module.graph.call_function(torch.ops.aten.clone.default, (update.content,))
-        value = update.content.meta["val"]
-        with value.fake_mode:
-            copy.meta["val"] = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
-        copy.meta[SPAN] = "after"
-        results[step.returned + index] = copy
-        object.__setattr__(update, "content", copy)
-    output.args = (tuple(results),)
-    # Both were read before the copies were there.
-    for name in ("nodes", "_outputs", "phases", "tail"):
-        step.__dict__.pop(name, None)
+    updates = tuple(
+        Update(update.target, _copy_of(step, update.content))
+        if owned & set(storages.held[update.content])
+        else update
+        for update in step.updates
+    )
+    contents = (update.content for update in updates)
+    step.output.args = ((*step.results, *contents),)
+    return StepGraph(step.module, 0, step.returned, updates)
+
+
+def _copy_of(step: StepGraph, content: fx.Node) -> fx.Node:
+    with step.module.graph.inserting_before(step.output):
+        copy = step.module.graph.call_function(torch.ops.aten.clone.default, (content,))
+    value = content.meta["val"]
+    with value.fake_mode:
+        copy.meta["val"] = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+    copy.meta[SPAN] = "after"
+    return copy

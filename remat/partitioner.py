@@ -423,16 +423,17 @@ def _notes(made: Lowering, regions: int, spec: DeviceSpec, device: torch.device)
             "op, as if written in line",
         )
     if spec.torch_device is None:
-        notes.append(_planned_for(spec, device, made))
+        notes.append(planned_for(spec, device, made.lowered.problem))
     if assumed:
         listed = ", ".join(f"{target} ({count})" for target, count in sorted(assumed.items()))
         notes.append(f"workspace not measured, assumed to be none: {listed}")
     return tuple(notes)
 
 
-def _planned_for(spec: DeviceSpec, device: torch.device, made: Lowering) -> str:
+def planned_for(spec: DeviceSpec, device: torch.device, problem: Problem) -> str:
+    """The note of a plan for a device that is not here, made on tensors of ``device``."""
     text = f"planned for {spec.name} on tensors of {device.type}"
-    found = kernels_in(op.target for op in made.lowered.problem.ops)
+    found = kernels_in(op.target for op in problem.ops)
     if spec.capability is None:
         return f"{text}: attention is the {device.type} kernel, and so is what it saves"
     if not found:

@@ -110,6 +110,7 @@ class Places:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
+                yield from (value for value in group.values() if isinstance(value, torch.Tensor))
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         yield from self.tensors
@@ -307,6 +308,10 @@ def _swap_optimizers(
             params = group["params"]
             undo.append(partial(group.__setitem__, "params", params))
             group["params"] = [swapped.of(parameter) for parameter in params]
+            for key, value in group.items():
+                if places.index(value) is not None:  # a learning rate that is a tensor
+                    undo.append(partial(group.__setitem__, key, value))
+                    group[key] = swapped.of(value)
     return undo
 
 

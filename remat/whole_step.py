@@ -22,7 +22,7 @@ from remat.cost.model import CostModel
 from remat.executors import cudagraph
 from remat.measurement import resident_bytes
 from remat.options import Options
-from remat.partitioner import make_plan
+from remat.partitioner import make_plan, planned_for
 from remat.passes.attention import RoutedAttention
 from remat.passes.emit_step import emit_step
 from remat.passes.lower import lower, op_nodes
@@ -30,6 +30,7 @@ from remat.passes.storages import main_device
 from remat.passes.torch_private import dynamo, tracing
 from remat.passes.updates import program_order, with_updates
 from remat.passes.whole_step import StepGraph, step_storages
+from remat.plan_log import log_plan
 from remat.plans import Plan
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
 from remat.step_places import Entry, Places, Swapped
@@ -198,6 +199,9 @@ def _capture(
         cost=f"{model.mode} on {spec.name}",
         replays_random=options.executor != "cudagraph",
     )
+    notes = ["a whole step in one graph: loss, gradients, updates", *lowered.kept]
+    if spec.torch_device is None:
+        notes.append(planned_for(spec, device, lowered.problem))
     lowered, plan = make_plan(
         with_updates(lowered, step, spec.bandwidth),
         lambda decided: program_order(decided.problem),
@@ -205,8 +209,9 @@ def _capture(
         spec,
         graph_hash=step.hash,
         static=_static_bytes(step, places, spec.granularity),
-        notes=("a whole step in one graph: loss, gradients, updates", *lowered.kept),
+        notes=tuple(notes),
     )
+    log_plan(plan)
     made = emit_step(lowered, plan.solution.schedule)
     return _Captured(_runner(step, made, options, places) if run else made, bound, plan)
 

@@ -130,6 +130,7 @@ def test_a_plan_for_a_gpu_saves_what_its_kernel_saves(name: str, kernel: str) ->
 
     whole = remat.compile_step(step, device=name).plan(x)
     assert kernels_in(op.target for op in whole.problem.ops) == {kernel: 1}
+    assert any(f"as on {plan.device}: {kernel} (1)" in note for note in whole.notes)
 
 
 def test_the_devices_that_are_described_know_their_capability() -> None:

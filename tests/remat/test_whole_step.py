@@ -21,9 +21,9 @@ Step = Callable[..., Any]
 
 
 class Decoder(nn.Module):
-    """Two pre-norm blocks of causal attention and an MLP, tied embedding, dropout."""
+    """A pre-norm block of causal attention and an MLP, tied embedding, dropout."""
 
-    def __init__(self, vocabulary: int = 128, hidden: int = 64, blocks: int = 2) -> None:
+    def __init__(self, vocabulary: int = 128, hidden: int = 64, blocks: int = 1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.blocks = nn.ModuleList(Block(hidden) for _ in range(blocks))
@@ -165,6 +165,35 @@ def test_gradients_by_hand_and_parameters_as_arguments() -> None:
         for a, b in zip([*ours, *momenta[0]], [*theirs, *momenta[1]], strict=True):
             assert torch.equal(a, b)
     assert len(run.plans) == 1
+
+
+def test_rates_that_are_tensors_and_inputs_that_swap_places() -> None:
+    weights = [torch.ones(4, requires_grad=True) for _ in range(2)]
+    rates = [torch.tensor(0.5) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=r) for w, r in zip(weights, rates, strict=True)]
+    pairs = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
+
+    def training_of(w: Tensor, optimizer: torch.optim.Optimizer) -> Step:
+        def step(x: Tensor, a: Tensor, b: Tensor) -> None:
+            optimizer.zero_grad()
+            (w * x).sum().backward()
+            optimizer.step()
+            before = a.clone()
+            a.copy_(b)
+            b.copy_(before)
+
+        return step
+
+    plain, ours = (training_of(w, o) for w, o in zip(weights, optimizers, strict=True))
+    run = remat.compile_step(ours, cost="roofline")
+    for _ in range(3):
+        plain(torch.ones(4), *pairs[0])
+        run(torch.ones(4), *pairs[1])
+        assert torch.equal(*weights)
+        assert all(map(torch.equal, pairs[0], pairs[1]))
+        for rate in rates:
+            rate.mul_(0.5)
+    assert len(run.plans) == 2  # without a gradient there at first, and with one
 
 
 def test_gradients_that_a_step_leaves_behind() -> None:
