@@ -19,6 +19,7 @@ from remat.partitioner import Ledger, partition
 from remat.passes.attention import route_attention
 from remat.passes.storages import main_device
 from remat.passes.torch_private import dynamo
+from remat.plan_log import log_plan
 from remat.plans import Plan
 from remat.session import not_one_graph
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
@@ -59,6 +60,7 @@ def plan_on_fake_tensors(
         resident = resident_bytes(there, device, granularity)
         ledger = Ledger(resident=resident, device_exists=False)
         made.append(partition(joint, joint_inputs, options, ledger, **torch_options).plan)
+        log_plan(made[0])
         raise _Done
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import remat
 from remat.plan_log import json_lines, log_plan
 from remat.plans import Plan, Unplanned
 
@@ -54,6 +56,15 @@ def test_json_in_short_lines(plan: Plan) -> None:
     text = json_lines(plan)
     assert Plan.from_json(json.loads(text)) == plan
     assert max(map(len, text.splitlines())) < 200
+
+
+def test_a_plan_that_nothing_runs_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="remat")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    loss = torch.Tensor.mean
+    torch._dynamo.reset()
+    remat.plan(model, (torch.randn(4, 8),), loss=loss, executor="eager")
+    assert [message.split(",")[0] for message in caplog.messages] == ["plan: budget none"]
 
 
 def test_torch_logs_and_torch_trace(tmp_path: Path) -> None:
