@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from tests.models.compare import (
     CANCELLED,
     EXECUTORS,
     differences,
+    inexact,
     left_behind,
     rounded,
     seed_everything,
@@ -87,7 +88,32 @@ def check(name: str, memory_budget: float, executor: str, size: tuple[Any, ...] 
         stock = outcome_of(case, lambda model: torch.compile(model, dynamic=False), size)
         if not _draws(wanted):  # what inductor draws is not what the plain model draws
             assert rounded(wanted, stock, times=CANCELLED) == [], rounded(wanted, found)
-        assert rounded(stock, found) == []
+        further = rounded(stock, found)
+        if further and not _draws(wanted):  # where gradients cancel, float64 tells who is right
+            exact = outcome_of(_in_float64(case), plain, size)
+            further = [name for name in inexact(found, stock, exact) if name in further]
+        assert further == []
+
+
+def _in_float64(case: Any) -> Any:
+    """The same case, its model and all it is given in float64."""
+
+    def wide(item: Any) -> Any:
+        return (
+            item.double() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+        )
+
+    def build(*size: Any) -> tuple[Any, tuple[Any, ...], Any]:
+        model, args, loss = case.build(*size)
+        return model.double(), tuple(wide(item) for item in args), loss
+
+    def steps(model: Any, run: Any) -> Any:
+        return case.steps(model, lambda *args, **kwargs: run(*map(wide, args), **kwargs))
+
+    made = SimpleNamespace(build=build)
+    if hasattr(case, "steps"):
+        made.steps = steps
+    return made
 
 
 def _draws(outcome: dict[str, Any]) -> bool:
