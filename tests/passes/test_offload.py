@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from remat.solvers.errors import RematError
 from remat.solvers.problem import Link
 from remat.solvers.schedule import Schedule, Step
 from remat.solvers.simulate import simulate
-from tests.passes.joints import capture, compile_with
+from tests.passes.joints import Captured, capture, compile_with
 from tests.passes.offloads import offload, offloadable, random_offload
 from tests.passes.plans import random_schedule
 from tests.passes.test_split import Everything, outcome
@@ -90,6 +91,11 @@ def slow(tmp_path: Path) -> tuple[Place, Poisoned]:
     return Place("slow"), tier
 
 
+@functools.cache
+def everything() -> Captured:
+    return capture(Everything(), torch.randn(32, 16, requires_grad=True))
+
+
 def pair(
     planner: Callable[[Lowered, Schedule], Schedule], place: Place
 ) -> tuple[list[torch.Tensor], Callable[..., Any], Everything, torch.Tensor]:
@@ -140,7 +146,7 @@ def test_random_transfers_give_the_same_bits(seed: int, slow: tuple[Place, Poiso
 
 def test_a_reader_without_its_wait_is_caught(slow: tuple[Place, Poisoned]) -> None:
     """Were an edge missing, nobody would be told: so graphs are checked, and so is this test."""
-    captured = capture(Everything(), torch.randn(32, 16, requires_grad=True))
+    captured = everything()
     schedule = all_offloaded(captured.lowered, captured.baseline)
     forward, backward = split(captured.lowered, schedule, slow[0])
     for op, module in (("wait_offload", forward), ("wait_reload", backward)):
@@ -184,7 +190,7 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)])
+        self.layers = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -386,7 +392,7 @@ def test_a_token_that_was_copied_away_is_named(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_offloads_needs_a_place() -> None:
-    captured = capture(Everything(), torch.randn(32, 16, requires_grad=True))
+    captured = everything()
     schedule = all_offloaded(captured.lowered, captured.baseline)
     with pytest.raises(RematError, match="there is no place to offload to"):
         split(captured.lowered, schedule)
@@ -399,8 +405,7 @@ def test_host_memory_is_no_place_for_what_is_there() -> None:
 
 def test_what_nobody_made_in_forward_stays() -> None:
     """Parameters, inputs, outputs, gradients, states, and what is written in place."""
-    x = torch.randn(32, 16, requires_grad=True)
-    lowered = capture(Everything(), x).lowered
+    lowered = everything().lowered
     problem = lowered.problem
     for v, value in enumerate(problem.values):
         if value.offloadable:
@@ -413,7 +418,7 @@ def test_what_nobody_made_in_forward_stays() -> None:
 
 
 def test_every_emitted_transfer_says_its_step(slow: tuple[Place, Poisoned]) -> None:
-    captured = capture(Everything(), torch.randn(32, 16, requires_grad=True))
+    captured = everything()
     schedule = all_offloaded(captured.lowered, captured.baseline)
     parts = split(captured.lowered, schedule, slow[0])
     found = [n.meta[TRANSFER] for part in parts for n in part.graph.nodes if TRANSFER in n.meta]
@@ -421,7 +426,7 @@ def test_every_emitted_transfer_says_its_step(slow: tuple[Place, Poisoned]) -> N
 
 
 def test_instances_are_freed_after_their_last_use() -> None:
-    captured = capture(Everything(), torch.randn(32, 16, requires_grad=True))
+    captured = everything()
     problem = captured.lowered.problem
     assert with_frees(problem, captured.baseline.steps) == captured.baseline
     v = offloadable(problem, captured.baseline)[0]

@@ -18,13 +18,17 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat import partitioner, sharing
 from remat.cost import link as links
 from remat.cost.device import find_device
 from remat.cost.link import find_link
 from remat.options import Options
+from remat.partitioner import untouched
 from remat.passes import transfers
 from remat.solvers.errors import InvalidOption, RematError
-from remat.solvers.problem import Link
+from remat.solvers.keep import keep_everything
+from remat.solvers.problem import Link, Problem
+from remat.solvers.schedule import Solution
 from remat.solvers.simulate import simulate
 from remat.step_json import step_plan_from_json, step_plan_to_json
 from tests.passes.offloads import offload, offloadable
@@ -82,6 +86,13 @@ def offloading(model: Net, x: Tensor, directory: Path) -> remat.Plan:
     return dataclasses.replace(plan, solution=solution, link=FAST, offload=str(directory))
 
 
+def offload_all(problem: Problem, **options: Any) -> Solution:
+    """Stands for a solver, so that what is run does not depend on how busy the machine is."""
+    kept, budget = keep_everything(problem), options.get("memory_budget")
+    schedule = offload(problem, kept, offloadable(problem, kept))
+    return untouched(problem, schedule, simulate(problem, schedule, options["link"]), budget)
+
+
 def test_a_budget_is_kept_by_offloading(tmp_path: Path) -> None:
     model, x = make()
     wanted = gradients(model, step_of(model, x))
@@ -115,16 +126,15 @@ def check_stored(plan: remat.Plan, tmp_path: Path) -> None:
     assert again == plan
     other = tmp_path / "other"
     other.mkdir()
-    for options, where in (({}, tmp_path), ({"offload": other}, other)):
-        torch._dynamo.reset()
-        model, x = make()
-        run = remat.compile(model, plan=again, **options)
-        run(x).backward()
-        (found,) = run.plans
-        assert isinstance(found, remat.Plan)
-        assert (found.offload, found.link) == (str(where), FAST)
-        assert found.solution.schedule == plan.solution.schedule
-    other.rmdir()
+    torch._dynamo.reset()
+    model, x = make()
+    run = remat.compile(model, plan=again, offload=other)
+    run(x).backward()
+    (found,) = run.plans
+    assert isinstance(found, remat.Plan)
+    assert (found.offload, found.link) == (str(other), FAST)
+    assert found.solution.schedule == plan.solution.schedule
+    assert list(other.iterdir()) == []
 
 
 def check_copies(run: Any, x: Tensor, wanted: list[Tensor]) -> None:
@@ -139,12 +149,17 @@ def check_copies(run: Any, x: Tensor, wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_several_graphs_share_a_budget_by_offloading(tmp_path: Path) -> None:
+def test_several_graphs_share_a_budget_by_offloading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (partitioner, sharing):
+        monkeypatch.setattr(module, "solve", offload_all)
+        monkeypatch.setattr(module, "least_peak", offload_all)
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(1024, 64)
     wanted = gradients(model, step_of(model, x))
-    run = remat.compile(model, memory_budget=0.3, offload=tmp_path, **OPTIONS)
-    for _ in range(4):
+    run = remat.compile(model, memory_budget=0.7, offload=tmp_path, **OPTIONS)
+    for _ in range(3):
         assert same(wanted, gradients(model, step_of(run, x)))
     step_plan = run.step_plan
     assert step_plan is not None
@@ -159,6 +174,41 @@ def test_several_graphs_share_a_budget_by_offloading(tmp_path: Path) -> None:
         s.kind == "offload" for s in schedule.steps
     )
     assert joined.split(joined.schedule(parts)) == parts
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_code_that_inductor_generates_offloads_as_planned(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path_factory.getbasetemp() / "inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base))
+    monkeypatch.setattr(partitioner, "solve", offload_all)
+    monkeypatch.setattr(partitioner, "least_peak", offload_all)
+    model, x = make()
+    wanted = gradients(model, step_of(model, x))
+    run = remat.compile(model, memory_budget=0.9, executor="inductor", offload=tmp_path, **OPTIONS)
+    found = gradients(model, step_of(run, x))
+    assert all(
+        torch.allclose(a, b, rtol=1e-3, atol=1e-9) for a, b in zip(wanted, found, strict=True)
+    )
+    (plan,) = run.plans
+    assert isinstance(plan, remat.Plan)
+    assert plan.offloaded_bytes > 0
+    assert plan.peak < plan.baseline_peak
+    losses = [run(x)]
+    for _ in range(2):
+        assert same(found, gradients(model, lambda: losses[0].backward(retain_graph=True)))
+    losses.clear()
+    assert transfers.stored_count() == 0
+
+    def clean() -> None:
+        run(x).backward()
+        model.zero_grad()
+
+    measured = remat.measure(clean, resident=(model, x))
+    assert measured.peak == plan.peak - plan.problem.fixed_bytes + measured.resident
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_with_offload_says_the_steps_of_each_copy(tmp_path: Path) -> None:
