@@ -151,6 +151,7 @@ def frontier(
         solver=checked.solver,
         time_limit=checked.time_limit * points,
         gap=checked.gap,
+        link=baseline.link,
         progress=checked.progress,
     )
     return Frontier(baseline, tuple(_point(baseline, s) for s in solutions if s.fits))

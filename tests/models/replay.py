@@ -21,12 +21,14 @@ from remat.passes.fusion import fuse
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered, lower, op_nodes
 from remat.passes.mutation import pin_mutated_reads
+from remat.passes.offload import Place
 from remat.passes.overwrite import overwrite_inputs
 from remat.passes.regions import inline_regions
 from remat.passes.split import split
 from remat.passes.storages import Storages
 from remat.passes.torch_private import partition as private
 from remat.passes.verify import verify_split
+from remat.solvers.problem import Link
 from remat.solvers.schedule import Schedule
 from remat.solvers.simulate import simulate
 from tests.models.compare import differences
@@ -67,10 +69,16 @@ class Recorded:
             "rng": torch.get_rng_state(),
         }
 
-    def check(self, schedule: Schedule) -> None:
-        """Hold the graphs of ``schedule`` to torch's own."""
-        simulate(self.lowered.problem, schedule)
-        graphs = split(self.lowered, schedule)
+    def check(
+        self, schedule: Schedule, place: Place | None = None, link: Link | None = None
+    ) -> None:
+        """Hold the graphs of ``schedule`` to torch's own.
+
+        Args:
+            place, link: where it offloads to, if it does.
+        """
+        simulate(self.lowered.problem, schedule, link)
+        graphs = split(self.lowered, schedule, place)
         verify_split(self.lowered, schedule, *graphs)
         if self.executor == "inductor":
             hold_products(graphs[1].graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ pytest.importorskip("transformers")
 import remat
 from benchmarks.cells import measure_run
 from remat.passes import transfers
+from remat.passes.offload import Place
 from remat.solvers.problem import Link
 from remat.solvers.simulate import simulate
+from tests.models.replay import record
 from tests.models.steps import TrainingStep, differences, run_step
+from tests.models.test_cases import CASES, load
 from tests.models.zoo import STEPS
-from tests.passes.offloads import offload, offloadable
+from tests.passes.offloads import offload, offloadable, random_offload
+from tests.passes.plans import random_schedule
 
 QUICK = ("running_scale",)
+QUICK_CASES = ("buffer_read_then_mutate", "inplace_views")
 
 
 def everything_offloaded(step: TrainingStep, directory: Path) -> remat.Plan:
@@ -34,7 +40,26 @@ def everything_offloaded(step: TrainingStep, directory: Path) -> remat.Plan:
 
 
 def _marked(name: str) -> Any:
-    return name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix)
+    quick = name in QUICK or name in QUICK_CASES
+    return name if quick else pytest.param(name, marks=pytest.mark.matrix)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("name", [_marked(name) for name in CASES])
+def test_a_case_under_random_transfers(name: str, executor: str, tmp_path: Path) -> None:
+    model, args, _ = load(name).build()
+    place = Place(str(tmp_path), executor == "eager")
+    for recorded in record(model, *args, executor=executor):
+        problem = recorded.lowered.problem
+        for seed in range(4):
+            rng = random.Random(seed)
+            kept = random_schedule(problem, rng, keep=0.9, forget=0.2)
+            values = [v for v in offloadable(problem, kept) if rng.random() < 0.8]
+            recorded.check(random_offload(problem, kept, values, rng), place, Link(1e9, 1e9))
+    assert transfers.stored_count() == 0
 
 
 @pytest.mark.parametrize("model", [_marked(name) for name in STEPS])

@@ -391,6 +391,23 @@ def test_a_token_that_was_copied_away_is_named(tmp_path: Path) -> None:
         loss.backward()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_values_of_a_cuda_device_come_back(where: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Chain().cuda(), torch.randn(512, 32, device="cuda")
+    place = Place(str(tmp_path) if where == "disk" else where)
+    run, _ = compile_with(model, all_offloaded, place=place)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).backward()
+        want = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        run(x).backward()
+        assert same(want, [p.grad for p in model.parameters()])
+        assert transfers.stored_count() == 0
+
+
 def test_a_schedule_that_offloads_needs_a_place() -> None:
     captured = everything()
     schedule = all_offloaded(captured.lowered, captured.baseline)
