@@ -244,6 +244,45 @@ def test_a_value_that_may_not_be_offloaded_stays():
         simulate(problem, Schedule((Step("compute", 0), Step("offload", 0))), LINK)
 
 
+def test_an_output_is_not_offloaded():
+    problem = Problem((Value("x", 1, output="forward"),), (Op("f", "forward", (), (0,)),))
+    with pytest.raises(InvalidSchedule, match="offloads 'x', which is an output"):
+        simulate(problem, Schedule((Step("compute", 0), Step("offload", 0))), LINK)
+
+
+def test_a_copy_may_be_brought_back_again_and_made_again():
+    # x1 is back for b2 and goes; it comes back for b1, here an op that reads it, from the copy.
+    text = "f1 +x1 f2 ?x1 -x1 f3 b3 -x2 -g3 <x1 ?x1 b2 -x1 -g2 <x1 ?x1 -x1 b1 -g1"
+    timeline = simulate(THREE, steps(text), LINK)
+    assert timeline.seconds == 21.0 + 1.0 + 1.0
+    # A second copy takes the queue once more, and adds nothing: the first is still there.
+    again = "f1 +x1 ?x1 +x1 f2 f3 ?x1 -x1 b3 -x2 -g3 <x1 ?x1 b2 -x1 -g2 b1 -g1"
+    assert simulate(THREE, steps(again), LINK).seconds == 21.0 + 1.5 + 1.0
+
+
+def test_a_reload_counts_from_its_step_even_if_the_queue_is_busy():
+    text = "f1 +x1 f2 +x2 ?x1 -x1 f3 ?x2 -x2 <x2 <x1 ?x2 b3 -x2 -g3 ?x1 b2 -x1 -g2 b1 -g1"
+    timeline = simulate(THREE, steps(text), LINK)
+    at = [step.kind for step in steps(text).steps].index("reload")
+    assert timeline.bytes[at : at + 3] == (3, 5, 5)
+    # x2 is out at 5, f3 ends at 7; x2 is back at 8.25, x1 at 9.25, before b3 ends.
+    assert timeline.seconds == 21.0 + 1.25
+
+
+def test_transfers_between_an_op_and_its_frees_see_what_it_wrote_over():
+    # b writes g over x (4 bytes): while it runs, and until x is freed, there is one allocation.
+    values = (Value("x", 4), Value("k", 1), Value("g", 4, output="backward"))
+    ops = (
+        Op("f", "forward", (), (0, 1)),
+        Op("b", "backward", (0,), (2,), workspace=-4),
+        Op("c", "backward", (1,), ()),
+    )
+    names = {"f": 0, "b": 1, "c": 2, "x": 0, "k": 1, "g": 2}
+    text = "f +k ?k -k b <k -x ?k c -k"
+    timeline = simulate(Problem(values, ops), steps(text, names), LINK)
+    assert timeline.bytes == (5, 5, 5, 4, 4, 5, 5, 5, 5, 4)
+
+
 @pytest.mark.parametrize(
     ("link", "message"),
     [

@@ -11,6 +11,7 @@ from strategies import chain, links, plans, problems
 
 from remat.solvers.problem import Link
 from remat.solvers.schedule import Decision, Schedule, decisions
+from remat.solvers.search import Searcher
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 from remat.solvers.transfers import Trace, with_transfers
@@ -119,7 +120,7 @@ def test_the_judge_agrees_on_seconds_and_bytes(case):
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_windows_take_the_bytes_that_transfers_take(case):
     plan, _ = case
     fixed = windowed(plan)
@@ -128,6 +129,17 @@ def test_windows_take_the_bytes_that_transfers_take(case):
     assert timeline.peak >= plan.peak
     if all(op.workspace >= 0 for op in plan.trace.problem.ops):
         assert timeline.peak == plan.peak
+
+
+@given(cases())
+@settings(max_examples=10, deadline=None)
+def test_the_compiled_evaluator_sees_the_same_windows(case):
+    plan, _ = case
+    fixed = windowed(plan)
+    schedule = Schedule.from_computes(fixed.problem, fixed.computes)
+    found = Searcher(Structure(fixed.problem)).found(schedule)
+    assert found is not None
+    assert found.peak == simulate(fixed.problem, schedule).peak
 
 
 @given(cases())
