@@ -103,7 +103,7 @@ def capture_safe(
     found: list[Obstacle] = []
     for node in module.graph.nodes:
         for kind, why, advice in check.of(node):
-            target = str(getattr(node.target, "__name__", None) or node.target)
+            target = _python_name(node) or str(node.target)
             source = layers.source_line(node)
             found.append(
                 Obstacle(kind, node.name, target, layer_of.get(node, ""), source, why, advice)

@@ -11,6 +11,7 @@ storage it came from.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -192,7 +193,7 @@ def _check_node(node: fx.Node) -> None:
 
 
 def _make_readable(step: StepGraph) -> None:
-    """Source lines of the user's, not of torch's; backward gets the module of what it reads."""
+    """Source lines of the user's, not of torch's; backward gets lines and modules of its inputs."""
     for node in step.nodes:
         if trace := node.meta.get("stack_trace"):
             node.meta["stack_trace"] = _users_frames(trace)
@@ -204,6 +205,9 @@ def _make_readable(step: StepGraph) -> None:
             stack = source.meta.get("nn_module_stack") or source.meta.get("fwd_nn_module_stack")
             if stack:
                 node.meta["fwd_nn_module_stack"] = stack
+            if "stack_trace" in source.meta:
+                node.meta["stack_trace"] = source.meta["stack_trace"]
+            if stack:
                 break
 
 
@@ -211,7 +215,8 @@ def _users_frames(trace: str) -> str:
     """The frames outside torch; all, where there are no others."""
     starts = [found.start() for found in _FRAME.finditer(trace)]
     frames = [trace[at:end] for at, end in zip(starts, [*starts[1:], None], strict=True)]
-    own = [frame for frame in frames if "/torch/" not in frame.split("\n")[0]]
+    torchs = os.path.dirname(torch.__file__)
+    own = [frame for frame in frames if torchs not in frame.split("\n")[0]]
     return "".join(own) or trace
 
 

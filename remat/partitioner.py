@@ -36,7 +36,7 @@ from remat.passes.storages import main_device, tensors_of
 from remat.passes.torch_private import partition as private
 from remat.passes.verify import verify_joint, verify_split
 from remat.plans import Plan
-from remat.pooled import copied_bytes, in_pool
+from remat.pooled import copied_bytes, in_pool, recording_notes
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.cold import KERNELS
@@ -118,6 +118,9 @@ def partition(
     device = main_device(tensor for node in joint.nodes for tensor in tensors_of(node))
     spec = find_device(options.device or device)
     made = _lower(joint, joint_inputs, spec, device, options, ledger, torch_options)
+    notes = _notes(made, regions, spec, device)
+    if options.executor == "cudagraph":
+        notes += recording_notes(module, device.type)
     own = made.own
     lowered, plan = make_plan(
         made.lowered,
@@ -125,7 +128,7 @@ def partition(
         options,
         spec,
         graph_hash=graph_hash,
-        notes=_notes(made, regions, spec, device),
+        notes=notes,
         one_of_several=ledger.one_of_several,
         static=copied_bytes(joint, spec.granularity, torch_options),
     )

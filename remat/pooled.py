@@ -13,6 +13,7 @@ from typing import Any, Final
 from torch import fx
 
 from remat.executors.cudagraph_pool import captured_peak
+from remat.passes.capture_safe import capture_safe
 from remat.passes.joint import JointGraph
 from remat.passes.storages import tensors_of
 from remat.solvers.errors import BudgetTooSmall
@@ -89,3 +90,9 @@ def copied_bytes(joint: JointGraph, granularity: int, torch_options: Mapping[str
     nodes += dict.fromkeys(node for node in joint.backward_outputs if isinstance(node, fx.Node))
     sizes = (t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
     return sum(-(-size // granularity) * granularity for size in sizes)
+
+
+def recording_notes(module: fx.GraphModule, device_type: str) -> tuple[str, ...]:
+    """What of a graph stands in the way of recording it, one note each, for its plan."""
+    found = capture_safe(module, device_type=device_type)
+    return tuple(f"cannot be recorded as a CUDA graph: {obstacle}" for obstacle in found)

@@ -32,6 +32,7 @@ from remat.passes.updates import program_order, with_updates
 from remat.passes.whole_step import StepGraph, step_storages
 from remat.plan_log import log_plan
 from remat.plans import Plan
+from remat.pooled import recording_notes
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
 from remat.step_places import Entry, Places, Swapped
 
@@ -202,6 +203,8 @@ def _capture(
     notes = ["a whole step in one graph: loss, gradients, updates", *lowered.kept]
     if spec.torch_device is None:
         notes.append(planned_for(spec, device, lowered.problem))
+    if options.executor == "cudagraph":
+        notes += recording_notes(step.module, device.type)
     lowered, plan = make_plan(
         with_updates(lowered, step, spec.bandwidth),
         lambda decided: program_order(decided.problem),

@@ -9,6 +9,8 @@ stamped on it and carried over.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 SPAN: Final = "remat_span"
 """Node metadata: when the node was traced, one of ``"forward"`` (before the first backward),
@@ -39,6 +42,9 @@ DEPENDS_ON_DATA: Final = (
 )
 """What tracing raises where the function asks a tensor for its content."""
 
+_NOT_THE_CALLERS: Final = (
+    os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__),
+)  # fmt: skip
 _COPIED: Final = (SPAN, "nn_module_stack", "stack_trace")
 
 
@@ -87,10 +93,13 @@ def as_traced() -> Iterator[None]:
         yield
 
 
-class _Marker:
-    """Stamps the nodes of the trace as they come: the span, and the modules that are running."""
+class _Marker(TorchFunctionMode):
+    """Stamps the nodes of the trace as they come: the span, the modules that are running, and the
+    line of the caller's where torch has noted none (it notes those inside of modules).
+    """
 
     def __init__(self, paths: dict[nn.Module, str]) -> None:
+        super().__init__()
         self._paths = paths
         self._span = "forward"
         self._running: list[nn.Module] = []
@@ -104,13 +113,26 @@ class _Marker:
             engine = torch.autograd._engine_run_backward
             torch.autograd._engine_run_backward = self._backward_by(engine)
             try:
-                result = function(*args)
+                with self:
+                    result = function(*args)
             finally:
                 torch.autograd._engine_run_backward = engine
             self._stamp()
             return result
 
         return call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if get_proxy_mode() is None:  # the tracer itself calls ops
+            return func(*args, **(kwargs or {}))
+        before = _last_node()
+        result = func(*args, **(kwargs or {}))
+        for node in _new_nodes(before):
+            if self._span != "backward" and not node.meta.get("stack_trace"):
+                node.meta["stack_trace"] = _line_of_caller()
+        return result
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -168,6 +190,17 @@ class _Stamping(fx.Interpreter):
         for node in _new_nodes(last):
             node.meta.update({key: n.meta[key] for key in _COPIED if key in n.meta})
         return result
+
+
+def _line_of_caller() -> str:
+    """The innermost line that is neither torch's nor ours, as a traceback has it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(("<", *_NOT_THE_CALLERS)):
+            return f'  File "{path}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def _last_node() -> fx.Node | None:

@@ -251,6 +251,19 @@ def test_a_plan_for_a_gpu_counts_the_pool() -> None:
         remat.plan(net, (x,), executor="cudagraph", memory_budget=eager.peak, **options)
 
 
+def test_a_plan_says_what_cannot_be_recorded() -> None:
+    w = nn.Parameter(torch.randn(8))
+
+    def step(x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad((w * x).sum(), w)
+        return torch.index_put(gradient, (x > 0,), x.sum())
+
+    run = remat.compile_step(step, executor="cudagraph", device="h100")
+    (note,) = [n for n in run.plan(torch.randn(8)).notes if "cannot be recorded" in n]
+    assert "aten.index_put.default" in note
+    assert "test_cudagraph.py" in note
+
+
 def test_a_budget_is_tightened_by_what_the_pool_takes_more(solution: Any) -> None:
     asked: list[int] = []
 
