@@ -41,6 +41,7 @@ from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.cold import KERNELS
 from remat.solvers.errors import BudgetTooSmall, PlanMismatch
+from remat.solvers.every_n_layers import repeated_blocks
 from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule, Solution, Timeline
 from remat.solvers.simulate import simulate
@@ -171,6 +172,8 @@ def make_plan(
     decided = Decided.of(options)
     if one_of_several:
         decided = decided.known_in(undecided.problem)
+        options, said = _without_layers(undecided.problem, options)
+        notes = (*notes, *said)
     lowered = dataclasses.replace(undecided, problem=decided.constrain(undecided.problem))
     baseline = unasked(lowered)
     offload = offloading(options, spec)
@@ -218,6 +221,15 @@ def _lower(
     if options.executor == "inductor":
         return lower_for_inductor(*given, donated=ledger.donates)
     return lower_for_eager(*given, replays_random=options.executor != "cudagraph")
+
+
+def _without_layers(problem: Problem, options: Options) -> tuple[Options, tuple[str, ...]]:
+    """Options for a graph whose model has repeated layers elsewhere, and what to say of it."""
+    layers = (problem.ops[index].layer for index in problem.forward)
+    if options.solver != "every_n_layers" or repeated_blocks(layers):
+        return options, ()
+    note = "no layers repeat in this graph, so every_n_layers leaves it as it is"
+    return dataclasses.replace(options, solver="auto", every_n_layers=None), (note,)
 
 
 def _in_pool(
@@ -331,7 +343,10 @@ def _solve(
     budget: int | None,
     link: Link | None,
 ) -> Solution:
-    starts = tuple(known.schedules) if options.solver == "auto" else ()
+    starts: tuple[Schedule, ...] = ()
+    if options.solver == "auto":
+        unlinked = () if link is None else known_plans(problem).schedules
+        starts = (*known.schedules, *unlinked)
     _prepare_solver()
     solution = solve(
         problem,
