@@ -50,6 +50,7 @@ class Session:
         self.owner = owner
         self.calls = 0
         self._checked = False
+        self._was_broken = False
         self._given: list[torch.Tensor] = []
         self._graphs: list[GraphRunner] = []
         self._sequences = Sequences(options, owner, self.say)
@@ -79,9 +80,10 @@ class Session:
                     "compile with dynamic=False, so that every size gets its own plan"
                 )
         broken = self._is_broken(graph)
+        self._was_broken |= broken
         several = self._has_budget and trains(example_inputs) and self._is_one_of_several(broken)
         # Blocks compiled with one options object are graphs of one step; the first comes alone.
-        elsewhere = several or broken or (self.given is not None and self._has_budget)
+        elsewhere = several or self._was_broken or (self.given is not None and self._has_budget)
         with self._unwatched():
             runner = GraphRunner(self, graph, example_inputs, several=several, elsewhere=elsewhere)
         self._graphs.append(runner)

@@ -119,6 +119,23 @@ def test_a_budget_nothing_fits_in_names_the_whole_step(x: Tensor) -> None:
     assert caught.value.least_peak == pytest.approx(least, rel=0.02)
 
 
+def test_a_graph_without_layers_is_left_as_it_is_by_every_n_layers(x: Tensor) -> None:
+    class WithHead(Broken):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            torch._dynamo.graph_break()
+            return x.sin().square().mean()
+
+    net = WithHead()
+    step = remat.compile(net, every_n_layers=2, **OPTIONS)
+    check(net, lambda: net(x), lambda: step(x), x)
+    layered, head = step.plans
+    assert layered.solution.solver == "every_n_layers"
+    assert head.solution.solver == "baseline"
+    assert any("every_n_layers" in note for note in head.notes)
+
+
 def test_what_generated_code_takes_more_is_given_room(
     x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
