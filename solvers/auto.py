@@ -63,7 +63,9 @@ def _with_link(request: Request, link: Link) -> Proposal:
         again = replace(_for_a_share(request, 1.0), starts=(*request.starts, alone.schedule))
         if request.max_evaluations is None and not offloads.infeasible:
             alone = _alone(again)
-            found = replace(found, schedule=alone.schedule)
+        plan = alone.schedule
+        if plan is not None and simulate(request.problem, plan).peak <= budget:
+            found = replace(found, schedule=plan)
     return replace(found, failures=(*alone.failures, *found.failures))
 
 

@@ -55,7 +55,8 @@ class Trace:
     Attributes:
         boundary: position of the first op of the backward part.
         clock: seconds at which each op starts if nothing waits; one more for the end.
-        used: bytes while each op runs, everything that stays staying.
+        used: bytes while each op runs, everything that stays staying; at least those just before
+            it, when a reload may begin.
         stays: for every value that may leave and that backward reads from forward, its stay.
     """
 
@@ -78,7 +79,7 @@ class Trace:
         clock = np.zeros(len(computes) + 1)
         np.cumsum([problem.ops[index].seconds for index in computes], out=clock[1:])
         used = np.zeros(len(computes) + 1, dtype=np.int64)
-        used[:-1] = [problem.ops[index].workspace for index in computes]
+        used[:-1] = [_workspace(problem, index) for index in computes]
         change = np.zeros(len(computes) + 1, dtype=np.int64)
         for v, first, last in lifetimes(problem, computes):
             change[first] += problem.values[v].bytes
@@ -90,6 +91,12 @@ class Trace:
     @property
     def problem(self) -> Problem:
         return self.structure.problem
+
+
+def _workspace(problem: Problem, index: int) -> int:
+    """Of an op; one that writes over more than it writes took those bytes until it ran."""
+    op = problem.ops[index]
+    return max(op.workspace, -sum(problem.values[v].bytes for v in op.writes))
 
 
 def _boundary(problem: Problem, computes: Sequence[int]) -> int:

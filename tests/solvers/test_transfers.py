@@ -107,16 +107,15 @@ def test_the_judge_agrees_on_seconds_and_bytes(case):
     problem = plan.trace.problem
     timeline = simulate(problem, plan.schedule(), plan.link)
     assert timeline.seconds == pytest.approx(plan.seconds, rel=1e-12)
-    assert timeline.peak == plan.peak
+    assert timeline.peak <= plan.peak
+    if all(op.workspace >= 0 for op in problem.ops):
+        assert timeline.peak == plan.peak
     assert plan.seconds == pytest.approx(plan.trace.clock[-1] + plan.waits)
     kinds = [step.kind for step in plan.schedule().steps]
     assert kinds.count("offload") == len(plan.offloaded) <= kinds.count("reload")
     assert not plan.late
     if budget is None and not plan.returning:
-        assert (
-            plan.peak
-            <= simulate(problem, Schedule.from_computes(problem, plan.trace.computes)).peak
-        )
+        assert plan.peak <= plan.trace.used.max(initial=problem.fixed_bytes)
 
 
 @given(cases())
@@ -126,7 +125,6 @@ def test_windows_take_the_bytes_that_transfers_take(case):
     fixed = windowed(plan)
     timeline = simulate(fixed.problem, Schedule.from_computes(fixed.problem, fixed.computes))
     assert fixed.restore(fixed.computes) == plan.trace.computes
-    assert timeline.peak >= plan.peak
     if all(op.workspace >= 0 for op in plan.trace.problem.ops):
         assert timeline.peak == plan.peak
 
@@ -149,4 +147,4 @@ def test_a_faster_link_is_never_slower_for_the_same_schedule(case):
     link = Link(2 * plan.link.offload_bandwidth, 2 * plan.link.reload_bandwidth, plan.link.latency)
     timeline = simulate(plan.trace.problem, plan.schedule(), link)
     assert timeline.seconds <= plan.seconds * (1 + 1e-12)
-    assert timeline.peak == plan.peak
+    assert timeline.peak <= plan.peak
