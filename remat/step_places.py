@@ -19,9 +19,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from remat.solvers.errors import InvalidOption
+from remat.passes.torch_private.autograd import has_hooks
+from remat.solvers.errors import CaptureError
+from remat.step_names import PLAIN, Holder, Same, described, reach, tensors_in
 
-_PLAIN: Final = (int, float, str, bool, type(None))
+_REDUCING: Final = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,13 @@ class Entry:
     key: str
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A name that a function reads, what it means, and how to make it mean something else."""
-
-    content: Any
-    put: Callable[[Any], None]
-
-
 @dataclass
 class Places:
     """The modules, optimizers and tensors of one call, and the inputs they make.
 
     Attributes:
         modules, optimizers: what was found, outermost first.
-        holders: where the function finds tensors by name.
+        holders: all that the function finds by name.
         arguments: (args, kwargs) of the call.
         lifts_rates: learning rates that are numbers are inputs, not part of the graph.
         inputs: every tensor once, in the order it was met.
@@ -77,10 +71,12 @@ class Places:
 
         Raises:
             InvalidOption: ``state`` holds what is neither module nor optimizer.
+            CaptureError: an argument has a history, hooks hang on a tensor, or a module exchanges
+                gradients.
         """
         roots, holders = reach(function, state)
         found = Places([], [], [], holders, (args, kwargs), lifts_rates)
-        named = pytree.tree_leaves([holder.content for holder in holders])
+        named = (tensor for holder in holders for tensor in holder.tensors)
         for root in (*roots, *pytree.tree_leaves((args, kwargs)), *named):
             found._look(root)
         several = len(found.modules) > 1
@@ -93,7 +89,35 @@ class Places:
             found._add(tensor)
             if tensor.is_leaf and tensor.grad is not None:
                 found._add(tensor.grad)
+        found._refuse_history()
+        found._refuse_hooks()
         return found
+
+    def _refuse_history(self) -> None:
+        for tensor in tensors_in(self.arguments):
+            if not tensor.is_leaf:
+                raise CaptureError(
+                    f"an argument of shape {tuple(tensor.shape)} was computed outside the step, "
+                    "with its autograd history, and gradients would end there: compute it in the "
+                    "step, or detach it"
+                )
+
+    def _refuse_hooks(self) -> None:
+        """They hang on the real tensors, and the graph is that of others."""
+        for tensor in self.inputs:
+            if has_hooks(tensor):
+                raise CaptureError(
+                    f"a tensor of shape {tuple(tensor.shape)} has hooks (register_hook, "
+                    "register_post_accumulate_grad_hook), which one graph cannot call: do what "
+                    "they do inside the step, or use remat.compile"
+                )
+        for module in self.modules:
+            for part in module.modules():
+                if any(kind.__name__ in _REDUCING for kind in type(part).__mro__):
+                    raise CaptureError(
+                        f"{type(part).__name__} exchanges gradients in hooks, which one graph "
+                        "cannot call: use remat.compile on the module inside it"
+                    )
 
     def _look(self, root: object) -> None:
         kinds: dict[type, list[Any]] = {
@@ -153,26 +177,42 @@ class Places:
         gradients = tuple(
             self.index(t.grad) if t.is_leaf and t.grad is not None else None for t in self.inputs
         )
-        named = [holder.content for holder in self.holders]
-        leaves, spec = pytree.tree_flatten((self.arguments, named))
+        first: dict[int, int] = {}
+        storages = tuple(
+            first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(self.inputs)
+        )
+        leaves, spec = pytree.tree_flatten(self.arguments)
         return (
             metadata,
             gradients,
+            storages,
             tuple(self._describe(leaf) for leaf in leaves),
             str(spec),
-            tuple((id(m), p.training) for m in self.modules for p in m.modules()),
+            tuple(self._of_names()),
+            tuple(self._of_modules()),
             tuple(self._slots()),
             tuple(self._of_optimizers()),
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
+            _autocast("cpu"),
+            _autocast("cuda"),
             torch.get_default_dtype(),
         )
 
     def _describe(self, leaf: object) -> object:
         found = self.index(leaf)
-        if found is not None:
-            return ("input", found)
-        return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+        return described(leaf) if found is None else ("input", found)
+
+    def _of_names(self) -> Iterator[object]:
+        """Tensors, numbers and functions; what else a name means may be a whole program."""
+        for holder in self.holders:
+            leaves = pytree.tree_leaves(holder.content)
+            used = (*PLAIN, torch.Tensor, FunctionType, MethodType)
+            yield tuple(self._describe(leaf) for leaf in leaves if isinstance(leaf, used))
+
+    def _of_modules(self) -> Iterator[object]:
+        for module in self.modules:
+            for part in module.modules():
+                plain = (value for value in vars(part).values() if isinstance(value, PLAIN))
+                yield Same(part), *map(described, plain)
 
     def _slots(self) -> Iterator[object]:
         for module in self.modules:
@@ -182,7 +222,7 @@ class Places:
 
     def _of_optimizers(self) -> Iterator[object]:
         for optimizer in self.optimizers:
-            yield id(optimizer)
+            yield Same(optimizer)
             for group in optimizer.param_groups:
                 lifted = self._is_lifted(group)
                 yield tuple(
@@ -192,8 +232,8 @@ class Places:
                 )
                 yield tuple(map(self.index, group["params"]))
             for parameter, state in optimizer.state.items():
-                described = tuple((key, self._describe(value)) for key, value in state.items())
-                yield self.index(parameter), described
+                entries = tuple((key, self._describe(value)) for key, value in state.items())
+                yield self.index(parameter), entries
 
     @contextlib.contextmanager
     def swapped(self, others: list[torch.Tensor], rates: list[Any]) -> Iterator[Swapped]:
@@ -201,12 +241,13 @@ class Places:
         swapped = Swapped(self, others)
         undo: list[Callable[[], None]] = []
         try:
-            undo += [_swap_holder(holder, swapped) for holder in self.holders]
+            undo += [_swap_holder(holder, swapped) for holder in self.holders if holder.tensors]
             undo += _swap_modules(self, swapped)
             undo += _swap_optimizers(self, swapped, rates)
             for tensor, other in zip(self.inputs, others, strict=True):
                 if tensor.is_leaf and other.is_leaf:
                     other.grad = None if tensor.grad is None else swapped.of(tensor.grad)
+            swapped.bound = swapped.now_bound()
             yield swapped
         finally:
             for restore in reversed(undo):
@@ -215,10 +256,15 @@ class Places:
 
 @dataclass
 class Swapped:
-    """The tensors that stand in the slots for the time being."""
+    """The tensors that stand in the slots for the time being.
+
+    Attributes:
+        bound: what :meth:`now_bound` said before the step ran.
+    """
 
     places: Places
     others: list[torch.Tensor]
+    bound: dict[str, list[int]] = field(default_factory=dict)
 
     def of(self, tensor: Any) -> Any:
         """What stands for ``tensor``; itself if it is no input."""
@@ -232,6 +278,34 @@ class Swapped:
     def input_of(self, other: object) -> int | None:
         """Which input ``other`` stands for, or None."""
         return next((i for i, item in enumerate(self.others) if item is other), None)
+
+    def now_bound(self) -> dict[str, list[int]]:
+        """Which tensors the names mean that outlive a step, and in which memory they lie."""
+        found: dict[str, list[int]] = {}
+        for holder in self.places.holders:
+            found.setdefault(holder.name, []).extend(_identities(holder.get()))
+        for module in self.places.modules:
+            for part in module.modules():
+                path = self.places.paths.get(part) or type(part).__name__
+                names = {**vars(part), **part._parameters, **part._buffers}
+                for name, value in names.items():
+                    if name not in ("_modules", "_parameters", "_buffers"):
+                        found.setdefault(f"{path}.{name}", []).extend(_identities(value))
+        return found
+
+    def refuse_new_bindings(self) -> None:
+        """What a step binds anew is bound while it is traced, and never again.
+
+        Raises:
+            CaptureError: a name means another tensor than before, or a tensor has other memory.
+        """
+        for name, now in self.now_bound().items():
+            if now != self.bound.get(name, []):
+                raise CaptureError(
+                    f"the step leaves another tensor in {name} than was there, which a graph "
+                    "cannot do: write into the tensor that is there (copy_; register a buffer for "
+                    "it), or return the new one"
+                )
 
     def new_gradients(self) -> dict[int, torch.Tensor | None]:
         """Inputs whose ``.grad`` is another object than before, and what it is."""
@@ -255,7 +329,7 @@ class Swapped:
                 before = self._before(number, index)
                 for key, value in state.items():
                     known = before.get(key, found)
-                    same = self.of(known) is value or (type(value) in _PLAIN and known == value)
+                    same = self.of(known) is value or (type(value) in PLAIN and known == value)
                     if not same:
                         found[Entry(number, index, key)] = value
         return found
@@ -272,6 +346,12 @@ def _swap_holder(holder: Holder, swapped: Swapped) -> Callable[[], None]:
     return partial(holder.put, holder.content)
 
 
+def _identities(content: object) -> list[int]:
+    """Of tensors: ``x.data = y`` leaves the tensor and gives it other memory."""
+    tensors = tensors_in(content)
+    return [number for t in tensors for number in (id(t), t.untyped_storage()._cdata)]
+
+
 def _swap_modules(places: Places, swapped: Swapped) -> list[Callable[[], None]]:
     undo: list[Callable[[], None]] = []
     for module in places.modules:
@@ -280,12 +360,21 @@ def _swap_modules(places: Places, swapped: Swapped) -> list[Callable[[], None]]:
                 before: dict[str, Any] = dict(held)
                 undo.append(partial(_refill, held, before))
                 held.update({name: swapped.of(value) for name, value in before.items()})
+            undo.append(partial(_drop_new, vars(part), dict(vars(part))))
     return undo
 
 
 def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
     held.clear()
     held.update(before)
+
+
+def _drop_new(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    """Where a step has bound attributes to tensors of the trace, they are as before."""
+    for name in list(attributes):
+        if attributes[name] is not before.get(name) and tensors_in(attributes[name]):
+            del attributes[name]
+            attributes.update({name: before[name]} if name in before else {})
 
 
 def _swap_optimizers(
@@ -315,55 +404,6 @@ def _swap_optimizers(
     return undo
 
 
-def reach(function: Callable[..., Any], state: object) -> tuple[list[object], list[Holder]]:
-    """The modules and optimizers a function can reach by name, and those of ``state``; and where it
-    finds tensors by name.
-
-    Raises:
-        InvalidOption: ``state`` holds something else.
-    """
-    found: list[object] = []
-    for leaf in pytree.tree_leaves(state):
-        if not isinstance(leaf, nn.Module | torch.optim.Optimizer):
-            raise InvalidOption(
-                f"state= takes modules, optimizers and containers of them, and {leaf!r:.60} is "
-                "none; hand tensors over as arguments"
-            )
-        found.append(leaf)
-    holders = []
-    for holder in _named(function, set()):
-        leaves = pytree.tree_leaves(holder.content)
-        found += [item for item in leaves if isinstance(item, nn.Module | torch.optim.Optimizer)]
-        if any(isinstance(item, torch.Tensor) for item in leaves):
-            holders.append(holder)
-    return found, holders
-
-
-def _named(function: Callable[..., Any], seen: set[int]) -> Iterator[Holder]:
-    """What the code of a function can name: closure, globals, attributes of ``self``; and what the
-    functions it names so can name.
-    """
-    seen.add(id(function))
-    for holder in _named_directly(function):
-        yield holder
-        inner = holder.content
-        is_new = isinstance(inner, FunctionType | MethodType) and id(inner) not in seen
-        if is_new and not inner.__module__.startswith("torch"):
-            yield from _named(inner, seen)
-
-
-def _named_directly(function: Callable[..., Any]) -> Iterator[Holder]:
-    bound = getattr(function, "__self__", None)
-    inner: Any = getattr(function, "__func__", function)
-    if isinstance(bound, nn.Module | torch.optim.Optimizer):
-        yield Holder(bound, lambda _: None)
-    elif hasattr(bound, "__dict__"):
-        for name, value in list(vars(bound).items()):
-            yield Holder(value, partial(vars(bound).__setitem__, name))
-    for cell in getattr(inner, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell that is not filled yet
-            yield Holder(cell.cell_contents, partial(setattr, cell, "cell_contents"))
-    code, known = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
-    for name in code.co_names if code is not None else ():
-        if name in known:
-            yield Holder(known[name], partial(known.__setitem__, name))
+def _autocast(device_type: str) -> tuple[object, ...]:
+    on = torch.is_autocast_enabled(device_type)
+    return on, torch.get_autocast_dtype(device_type) if on else None

@@ -117,10 +117,17 @@ class CompiledStep:
         if len(self._captured) >= _LIMIT:
             raise CaptureError(
                 f"the step was captured {_LIMIT} times, and comes different again: a number it is "
-                "called with, a size, or an option of its optimizer changes from call to call. "
-                "Numbers become part of the graph: give them as tensors (a learning rate in "
-                "param_groups is read anew anyway), and pad inputs to fewer shapes"
+                "called with or names, an attribute of a module, a function made anew, a size, or "
+                "an option of its optimizer changes from call to call. All of them become part of "
+                f"the graph: give numbers as tensors ({self._of_rates}), and pad inputs to fewer "
+                "shapes"
             )
+
+    @property
+    def _of_rates(self) -> str:
+        if self._options.executor == "cudagraph":
+            return "learning rates in param_groups, too: a recorded graph reads no number anew"
+        return "a learning rate in param_groups is read anew anyway"
 
 
 @overload
@@ -137,7 +144,9 @@ def compile_step(
     The function computes its gradients inside, by ``torch.autograd.grad`` or ``backward()``, and
     may update parameters, by hand or by an optimizer's ``step()``. Nothing is saved at a boundary
     between forward and backward; values are kept or computed again wherever it pays, and updates
-    run as early as that lowers the peak. ::
+    run as early as that lowers the peak. The function runs in Python once for each graph: numbers
+    it is given or names, and attributes of modules, are part of the graph and its key; others, and
+    ``random``, are those of that run. ::
 
         @remat.compile_step(memory_budget="16GiB")
         def step(batch):
@@ -255,6 +264,7 @@ def _trace(
             args, kwargs = swapped.arguments()
             result = function(*args, **kwargs)
             _check_rates(groups, rates)
+            swapped.refuse_new_bindings()
             outputs, found = _read(swapped, result)
         bound.append(found)
         return outputs
@@ -272,6 +282,11 @@ def _trace(
     except RematError:
         raise
     except Exception as error:
+        if "backward() through example input" in str(error):
+            raise CaptureError(
+                "the step names a tensor that was computed outside, with its autograd history, and "
+                "backward goes on there: compute it in the step, or detach it"
+            ) from error
         if "convert all Tensors to FakeTensors" not in str(error):
             raise
         raise CaptureError(

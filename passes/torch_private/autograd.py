@@ -38,6 +38,13 @@ def _holds(node: Any) -> bool:
     return True
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something is called with the tensor's gradient, or once that has been added up."""
+    return bool(tensor._backward_hooks) or bool(
+        tensor.is_leaf and getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
 def before_backward(node: Any, callback: Callable[[Sequence[Any]], None]) -> None:
     """Have ``callback`` called with the incoming gradients whenever the node's backward begins.
 
