@@ -38,6 +38,10 @@ PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 # Without it torch compiles a backward of static shapes when it is first run.
 _AT_ONCE: Final = "force_non_lazy_backward_lowering"
 
+# Where Dynamo says what an input is: of the module, and of a placeholder.
+_PARAMETERS: Final = "_param_name_to_source"
+_SOURCE: Final = "_dynamo_source"
+
 # What remat sets itself, or cannot follow: the replay reads Python wrappers.
 _REFUSED: Final = {
     "custom_partitioner_fn": "remat brings its own partition",
@@ -158,15 +162,29 @@ def compile_with_partition(
         on_compiled(CompiledHalf(kind, source, names, tuple(example_inputs), copied))
         return compiled
 
-    # compile_fx takes the module over and changes it; the session may compile it again.
-    own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    own.meta = dict(graph.meta)
+    own = _own_copy(graph)
     patches = {**options, "custom_partitioner_fn": partitioner}
     at_once = {_AT_ONCE: True} if hasattr(_functorch_config, _AT_ONCE) else {}
     apart = held_apart() if hold_apart else contextlib.nullcontext()
     with apart, _functorch_config.patch(at_once):
         run: Any = _compile_fx.compile_fx(own, inputs, inner_compile=inner, config_patches=patches)
     return run
+
+
+def _own_copy(graph: fx.GraphModule) -> fx.GraphModule:
+    """A Dynamo graph for ``compile_fx``, which takes it over, where this one is compiled again.
+
+    Dynamo leaves what it knows of the inputs in attributes that no copy takes along; without them
+    parameters count as tensors that come and go, and torch's partition is another one.
+    """
+    own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    own.meta = dict(graph.meta)
+    if hasattr(graph, _PARAMETERS):
+        setattr(own, _PARAMETERS, getattr(graph, _PARAMETERS))
+    for old, new in zip(graph.graph.nodes, own.graph.nodes, strict=True):
+        if hasattr(old, _SOURCE):
+            setattr(new, _SOURCE, getattr(old, _SOURCE))
+    return own
 
 
 def _forward_metadata(donate: bool) -> int:
