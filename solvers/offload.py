@@ -6,7 +6,6 @@
    the cut's) or waits for transfers, 4 mends it, and a tighter or slower MILP is tried.
 4. With the transfers fixed as windows (``windows.py``), the search of ordinary problems moves the
    recomputations; the plan is scheduled again, with the windows it then has.
-5. Single values change sides: what is computed again leaves instead, what leaves stays.
 
 Where no plan fits otherwise, values leave one after the other, and computation waits for them.
 """

@@ -278,8 +278,19 @@ def _what_would_help(problem: Problem, least: int, memory_budget: int) -> str:
         )
     return (
         f"What would help: memory_budget={least} (or 0.0, the least there is); a smaller batch, "
-        "with gradients accumulated over several; shorter sequences or smaller images."
+        "with gradients accumulated over several; shorter sequences or smaller images"
+        f"{_offloading(problem, memory_budget)}."
     )
+
+
+def _offloading(problem: Problem, memory_budget: int) -> str:
+    """That offloading could do it, if it could."""
+    from remat.solvers.offload import least_peak_with_offload  # with a solver, half a second
+
+    peak = least_peak_with_offload(problem)
+    if peak > memory_budget:
+        return ""
+    return f"; offload= (a directory), with which {format_bytes(peak)} could be reached"
 
 
 def peak_place(

@@ -13,7 +13,9 @@ import pytest
 from remat.plans import LayerRow, Plan
 from remat.report import text
 from remat.report.text import budget_too_small, plan_text
-from remat.solvers.problem import Link, Op, Problem
+from remat.solvers.choose import solve
+from remat.solvers.offload import least_peak_with_offload
+from remat.solvers.problem import Link, Op, Problem, Value
 from remat.solvers.schedule import Solution
 from remat.solvers.simulate import simulate
 
@@ -227,6 +229,24 @@ def _workspace(solution: Solution) -> Problem:
     ops: list[Op] = list(PROBLEM.ops)
     ops[3] = dataclasses.replace(ops[3], workspace=500)
     return dataclasses.replace(PROBLEM, ops=tuple(ops))
+
+
+def test_offloading_is_proposed_where_it_could_do_it(problem: Problem, solution: Solution) -> None:
+    roomy = Problem(
+        (*problem.values, Value("idle", 4000)),
+        (
+            *problem.ops[:1],
+            Op("make", "forward", (), (len(problem.values),), rerunnable=False),
+            *problem.ops[1:],
+            Op("read", "backward", (len(problem.values),), ()),
+        ),
+        problem.fixed_bytes,
+    )
+    peak = least_peak_with_offload(roomy)
+    found = solve(roomy, memory_budget=peak)
+    assert found.peak > peak
+    assert "offload= (a directory)" in str(budget_too_small(roomy, found, peak))
+    assert "offload=" not in str(budget_too_small(roomy, found, peak - 1))
 
 
 def test_a_budget_below_the_resident_bytes(problem: Problem, solution: Solution) -> None:
