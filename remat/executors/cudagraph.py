@@ -209,8 +209,16 @@ def whole_step(
     refuse_obstacles(capture_safe(made, device_type=DEVICE_TYPE))
     targets = {update.target.name for update in step.updates}
     written = frozenset(i for i, node in enumerate(step.inputs) if node.name in targets)
+    taken = made.graph.find_nodes(op="placeholder")
+    # Gradients of the step before, say, which this one drops.
+    unread = frozenset(index for index, node in enumerate(taken) if not node.users)
     captured = Captured(
-        lambda given: made(*given), static, recorder, recorder.new_pool(), written=written
+        lambda given: made(*given),
+        static,
+        recorder,
+        recorder.new_pool(),
+        written=written,
+        unread=unread,
     )
 
     def call(*given: Any) -> list[Any]:

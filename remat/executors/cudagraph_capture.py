@@ -57,6 +57,7 @@ class Captured:
     Args:
         run: takes a list of inputs, which it empties, and returns a sequence of outputs.
         static: for each input, whether it comes at the same address in every call.
+        unread: inputs that the graph does not read, which may lie anywhere.
         written: inputs that the graph writes into.
         lent: outputs that are handed out as they lie in the graph's memory, for the next graph of
             the pool to read. Who asks for :meth:`loans` owns that memory, and may free it while
@@ -70,6 +71,7 @@ class Captured:
     recorder: Recorder
     pool: Any
     written: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
     lent: frozenset[int] = frozenset()
     warm: bool = False
     name: str = "the step"
@@ -103,7 +105,7 @@ class Captured:
         assert self.recording is not None
         self.recording.replay()
         for index in self.written & self._copies.keys():
-            inputs[index].copy_(self._copies[index])
+            _once(inputs[index]).copy_(_once(self._copies[index]))
         return [self._given_out(index, inputs) for index in range(len(self._outputs))]
 
     def loans(self) -> list[torch.Tensor]:
@@ -129,7 +131,7 @@ class Captured:
     def _record(self, inputs: Sequence[Any], owned: dict[Any, torch.Tensor]) -> None:
         given: list[Any] = []
         for index, (item, static) in enumerate(zip(inputs, self.static, strict=True)):
-            if not isinstance(item, torch.Tensor):
+            if not isinstance(item, torch.Tensor) or index in self.unread:
                 given.append(item)
             elif static:
                 self._addresses[index] = item.data_ptr()
@@ -161,7 +163,7 @@ class Captured:
 
     def _fill(self, inputs: Sequence[Any]) -> None:
         for index, copy in self._copies.items():
-            copy.copy_(inputs[index])
+            _once(copy).copy_(_once(inputs[index]))
         for index, address in self._addresses.items():
             if inputs[index].data_ptr() != address:
                 self._refuse_moved(index, inputs[index])
@@ -271,7 +273,18 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
-        return made.copy_(tensor)
+        _once(made).copy_(_once(tensor))
+        return made
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of every element once: torch refuses to write into what was expanded."""
+    strides = enumerate(tensor.stride())
+    repeated = [d for d, stride in strides if stride == 0 and tensor.shape[d] > 1]
+    view = tensor.detach()
+    for dimension in repeated:
+        view = view.narrow(dimension, 0, 1)
+    return view
 
 
 class CudaRecorder:

@@ -86,6 +86,19 @@ def test_inputs_that_are_written_are_written_back() -> None:
     assert torch.equal(x, torch.full((2,), 3.0))
 
 
+def test_expanded_inputs_and_outputs_are_copied() -> None:
+    def run(given: list[Any]) -> list[Any]:
+        x = given.pop()
+        return [x * 2, x.sum().expand(3)]
+
+    captured = Captured(run, [False], FakeRecorder(), 0, warm=True)
+    for factor in (1.0, 2.0, 3.0):
+        doubled, sums = captured([torch.full((1, 2), factor).expand(3, 2)])
+        assert torch.equal(doubled, torch.full((3, 2), 2 * factor))
+        assert torch.equal(sums, torch.full((3,), 6 * factor))
+        assert sums.stride() == (0,)
+
+
 def test_borrowed_memory_is_not_kept() -> None:
     owner = torch.arange(6.0).reshape(2, 3).t()
     alias = borrowed(owner)
@@ -209,6 +222,24 @@ def test_a_whole_step_is_recorded(recorder: FakeRecorder) -> None:
             assert torch.equal(ours, theirs)
     # The first step makes the momenta and is another graph, run once.
     assert (recorder.warmed, len(recorder.recorded_in), recorder.replayed) == (2, 1, 3)
+
+
+def test_gradients_that_a_step_drops_may_lie_anywhere(recorder: FakeRecorder) -> None:
+    """``zero_grad`` comes first, so every step is given the gradients of the one before."""
+    w = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([w], lr=0.5)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (w * x).sum().backward()
+        optimizer.step()
+
+    run = remat.compile_step(step, executor="cudagraph", time_limit=0.2, cost="roofline")
+    for k in range(5):
+        run(torch.full((2,), float(k)))
+        assert w.grad.tolist() == [k, k]
+    assert w.tolist() == [-4.0, -4.0]
+    assert recorder.replayed == 3
 
 
 def test_what_cannot_be_recorded_is_refused_by_name(recorder: FakeRecorder) -> None:
