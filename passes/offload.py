@@ -10,7 +10,6 @@ outputs are none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -99,50 +98,3 @@ def offloaded_bytes(problem: Problem, schedule: Schedule) -> tuple[int, ...]:
     """Bytes of each value that the schedule offloads: the rooms it takes at most."""
     offloaded = dict.fromkeys(step.index for step in schedule.steps if step.kind == "offload")
     return tuple(problem.values[value].bytes for value in offloaded)
-
-
-def with_frees(problem: Problem, steps: Iterable[Step]) -> Schedule:
-    """Compute, offload, reload and wait steps, with every instance freed after its last use.
-
-    A copy to the tier uses the value until it is waited for; a reload makes a new instance, as
-    computing does. Outputs, owned values and unread tangents stay.
-    """
-    order = [step for step in steps if step.kind != "free"]
-    last = _last_uses(problem, order)
-    alive = set(problem.tangents)
-    found: list[Step] = []
-    for position, step in enumerate(order):
-        found.append(step)
-        alive.update(_made(problem, step))
-        for value in dict.fromkeys(_used(problem, step)):
-            if value in alive and (position, value) in last:
-                found.append(Step("free", value))
-                alive.discard(value)
-    return Schedule(tuple(found))
-
-
-def _last_uses(problem: Problem, steps: Sequence[Step]) -> set[tuple[int, int]]:
-    """(position, value): after that position the instance is not used before it is made anew."""
-    used_later: set[int] = set()
-    last: set[tuple[int, int]] = set()
-    for position in range(len(steps) - 1, -1, -1):
-        made = set(_made(problem, steps[position]))
-        for value in dict.fromkeys(_used(problem, steps[position])):
-            held = problem.values[value]
-            if value not in used_later and not held.output and not held.owned:
-                last.add((position, value))
-        used_later -= made
-        used_later.update(v for v in _used(problem, steps[position]) if v not in made)
-    return last
-
-
-def _made(problem: Problem, step: Step) -> tuple[int, ...]:
-    if step.kind == "compute":
-        return problem.ops[step.index].writes
-    return (step.index,) if step.kind == "reload" else ()
-
-
-def _used(problem: Problem, step: Step) -> tuple[int, ...]:
-    if step.kind == "compute":
-        return (*problem.ops[step.index].reads, *problem.ops[step.index].writes)
-    return (step.index,)

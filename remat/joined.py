@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from remat.passes.offload import with_frees
 from remat.solvers.problem import Op, Problem, Value
-from remat.solvers.schedule import Schedule, Step, Timeline
+from remat.solvers.schedule import Schedule, Step, Timeline, with_frees
 
 EAGER = "eager code between the graphs"
 

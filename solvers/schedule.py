@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from remat.solvers.problem import Problem
+from remat.solvers.problem import Problem, Value
 
 StepKind = Literal["compute", "free", "offload", "reload", "wait"]
 Status = Literal["optimal", "feasible", "infeasible", "not found"]
@@ -60,36 +60,57 @@ class Schedule:
 
         A value nobody reads is freed at once. Outputs, owned values and unread tangents stay.
         """
-        last = _last_touch(problem, computes)
-        steps: list[Step] = []
-        alive: set[int] = set(problem.tangents)
-        for position, index in enumerate(computes):
-            op = problem.ops[index]
-            steps.append(Step("compute", index))
-            alive.update(op.writes)
-            for value in dict.fromkeys((*op.reads, *op.writes)):
-                if value in alive and (position, value) in last:
-                    steps.append(Step("free", value))
-                    alive.discard(value)
-        return Schedule(tuple(steps))
+        return with_frees(problem, [Step("compute", index) for index in computes])
 
 
-def _last_touch(problem: Problem, computes: Sequence[int]) -> set[tuple[int, int]]:
-    """(position, value): after that position the instance is never read before it is rewritten."""
-    read_later: set[int] = set()
-    last: set[tuple[int, int]] = set()
-    for position in range(len(computes) - 1, -1, -1):
-        op = problem.ops[computes[position]]
-        for value in op.writes:
-            if value not in read_later and not problem.values[value].output:
-                last.add((position, value))
-            read_later.discard(value)
-        for value in op.reads:
-            held = problem.values[value]
-            if value not in read_later and not held.output and not held.owned:
-                last.add((position, value))
-            read_later.add(value)
-    return last
+def with_frees(problem: Problem, steps: Iterable[Step]) -> Schedule:
+    """Compute, offload, reload and wait steps, with every instance freed after its last use.
+
+    A copy that leaves uses the value until it is waited for; a reload makes a new instance, as
+    computing does. Outputs, owned values and unread tangents stay. Frees among ``steps`` are left
+    out.
+    """
+    order = [step for step in steps if step.kind != "free"]
+    last = _last_uses(problem, order)
+    alive = set(problem.tangents)
+    found: list[Step] = []
+    for step, ends in zip(order, last, strict=True):
+        found.append(step)
+        alive.update(_made(problem, step))
+        for value in ends:
+            if value in alive:
+                found.append(Step("free", value))
+                alive.discard(value)
+    return Schedule(tuple(found))
+
+
+def _last_uses(problem: Problem, steps: Sequence[Step]) -> list[list[int]]:
+    """For each step, the values whose instance is not used after it before it is made anew."""
+    used_later: set[int] = set()
+    last: list[list[int]] = []
+    for step in reversed(steps):
+        made, used = _made(problem, step), _used(problem, step)
+        ends = [v for v in dict.fromkeys((*used, *made)) if v not in used_later]
+        last.append([v for v in ends if not _stays(problem.values[v])])
+        used_later.difference_update(made)
+        used_later.update(used)
+    return last[::-1]
+
+
+def _stays(value: Value) -> bool:
+    return value.owned or value.output is not None
+
+
+def _made(problem: Problem, step: Step) -> tuple[int, ...]:
+    if step.kind == "compute":
+        return problem.ops[step.index].writes
+    return (step.index,) if step.kind == "reload" else ()
+
+
+def _used(problem: Problem, step: Step) -> tuple[int, ...]:
+    if step.kind == "compute":
+        return problem.ops[step.index].reads
+    return () if step.kind == "reload" else (step.index,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from remat.solvers.errors import InvalidSchedule
 from remat.solvers.problem import Link, Problem
-from remat.solvers.schedule import Decision, Schedule, Step, Timeline
+from remat.solvers.schedule import Decision, Schedule, Step, Timeline, with_frees
 from remat.solvers.simulate import simulate
 
 RUNS_ONCE = "its op may run only once"
@@ -137,36 +137,6 @@ def _without_idle_runs(problem: Problem, events: Sequence[tuple[Step, bool]]) ->
         read_later.update(reads)
         left.append(step)
     return left[::-1]
-
-
-def with_frees(problem: Problem, events: Sequence[Step]) -> Schedule:
-    """The schedule of these steps that frees every instance after it was last touched.
-
-    ``Schedule.from_computes`` does this for ops alone. A transfer touches its value, and what
-    comes back is a new instance.
-    """
-    read_later: set[int] = set()
-    frees: list[list[int]] = [[] for _ in events]
-    for position in range(len(events) - 1, -1, -1):
-        reads, writes = _touches(problem, events[position])
-        last = [v for v in (*reads, *writes) if v not in read_later and not _stays(problem, v)]
-        frees[position] = list(dict.fromkeys(last))
-        read_later.difference_update(writes)
-        read_later.update(reads)
-    steps: list[Step] = []
-    alive: set[int] = set(problem.tangents)
-    for step, freed in zip(events, frees, strict=True):
-        steps.append(step)
-        alive.update(_touches(problem, step)[1])
-        for value in freed:
-            if value in alive:
-                steps.append(Step("free", value))
-                alive.discard(value)
-    return Schedule(tuple(steps))
-
-
-def _stays(problem: Problem, value: int) -> bool:
-    return problem.values[value].owned or problem.values[value].output is not None
 
 
 def _touches(problem: Problem, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:

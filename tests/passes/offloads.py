@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 
-from remat.passes.offload import with_frees
 from remat.solvers.problem import Problem
-from remat.solvers.schedule import Schedule, Step
+from remat.solvers.schedule import Schedule, Step, with_frees
 
 
 def offloadable(problem: Problem, schedule: Schedule) -> list[int]:

@@ -18,12 +18,12 @@ from remat.measurement import measure
 from remat.passes import tiers, transfers
 from remat.passes.disk import Disk
 from remat.passes.lower import Lowered
-from remat.passes.offload import TRANSFER, Place, with_frees
+from remat.passes.offload import TRANSFER, Place
 from remat.passes.split import split
 from remat.passes.verify import verify_split
 from remat.solvers.errors import RematError
 from remat.solvers.problem import Link
-from remat.solvers.schedule import Schedule, Step
+from remat.solvers.schedule import Schedule, Step, with_frees
 from remat.solvers.simulate import simulate
 from tests.passes.joints import Captured, capture, compile_with
 from tests.passes.offloads import offload, offloadable, random_offload

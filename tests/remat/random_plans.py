@@ -6,10 +6,9 @@ import random
 from typing import Final
 
 from remat.plans import Plan
-from remat.report.changes import with_frees
 from remat.solvers.demand import missing_ops
 from remat.solvers.problem import Link, Op, Problem, Value
-from remat.solvers.schedule import Decision, Schedule, Solution, Step, decisions
+from remat.solvers.schedule import Decision, Schedule, Solution, Step, decisions, with_frees
 from remat.solvers.simulate import simulate
 
 

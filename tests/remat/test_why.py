@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.plans import Plan
-from remat.report.changes import NOT_KEEPABLE, OUTPUT, RUNS_ONCE, change, with_frees
+from remat.report.changes import NOT_KEEPABLE, OUTPUT, RUNS_ONCE, change
 from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Link, Problem
-from remat.solvers.schedule import Decision, Schedule, Step, decisions
+from remat.solvers.schedule import Decision, Schedule, Step, decisions, with_frees
 from remat.solvers.simulate import simulate
 from tests.remat.conftest import BASELINE, PROBLEM, RECOMPUTES_A
 from tests.remat.random_plans import nested_plan
