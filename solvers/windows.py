@@ -6,8 +6,9 @@ that visit. So the value itself is given no bytes, and each window becomes a val
 an op without cost ends (and, in backward, another begins) and nothing else reads. The search for
 ordinary problems then moves the recomputations around the windows.
 
-It is an approximation where a search moves a reader of an offloaded value to before its window: the
-plan is then scheduled again, with another window, and judged anew.
+It is an approximation where a search moves a reader of an offloaded value to before its window, and
+where an op that made one runs again (for another of its outputs): what it then makes has no bytes
+here. Plans are scheduled again, with the windows they then have, and judged anew.
 """
 
 from __future__ import annotations

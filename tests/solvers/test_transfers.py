@@ -125,8 +125,10 @@ def test_windows_take_the_bytes_that_transfers_take(case):
     fixed = windowed(plan)
     timeline = simulate(fixed.problem, Schedule.from_computes(fixed.problem, fixed.computes))
     assert fixed.restore(fixed.computes) == plan.trace.computes
-    if all(op.workspace >= 0 for op in plan.trace.problem.ops):
-        assert timeline.peak == plan.peak
+    problem, computes = plan.trace.problem, plan.trace.computes
+    again = any(computes.count(problem.producer[v]) > 1 for v in plan.offloaded)
+    if all(op.workspace >= 0 for op in problem.ops):
+        assert timeline.peak <= plan.peak if again else timeline.peak == plan.peak
 
 
 @given(cases())
