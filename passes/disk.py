@@ -30,6 +30,7 @@ from remat.solvers.errors import InvalidOption, RematError
 from remat.solvers.units import format_bytes
 
 _PAGE: Final = 4096
+_THREADS: Final = "remat-"
 _MOST: Final = 2**30
 """Bytes of one system call; Linux takes no more than 2 GiB."""
 
@@ -43,7 +44,7 @@ class Queue(Protocol):
 
 def new_queue(name: str) -> Queue:
     """A thread of its own, started at the first job and gone with the queue."""
-    return ThreadPoolExecutor(1, thread_name_prefix=f"remat-{name}")
+    return ThreadPoolExecutor(1, thread_name_prefix=f"{_THREADS}{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,20 @@ def _pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
+def abandon(future: Future[None], memory: torch.Tensor | None) -> None:
+    """Return when the copy no longer touches ``memory``, or see that it is held until then.
+
+    Garbage is collected in any thread, so whoever calls this may be inside the very copy it would
+    wait for: then the memory is the copy's until it ends.
+    """
+    if future.cancel():
+        return
+    if threading.current_thread().name.startswith(_THREADS):
+        future.add_done_callback(lambda _: memory)
+    else:
+        future.exception()
+
+
 @dataclass
 class _Flight:
     """A copy in a queue.
@@ -202,8 +217,7 @@ class _Flight:
             raise RematError(str(error)) from error
 
     def abandon(self) -> None:
-        if not self.future.cancel():
-            self.future.exception()
+        abandon(self.future, self.memory)
         self.memory = None
 
 

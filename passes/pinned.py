@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from remat.passes.disk import DiskFile, Queue, new_queue
+from remat.passes.disk import DiskFile, Queue, abandon, new_queue
 from remat.passes.disk import Room as DiskRoom
 from remat.solvers.errors import RematError
 from remat.solvers.units import format_bytes
@@ -120,8 +120,7 @@ class _DiskFlight:
         self.memory = None
 
     def abandon(self) -> None:
-        if not self.future.cancel():
-            self.future.exception()
+        abandon(self.future, self.memory)
         self.event.synchronize()
         self.memory = None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from remat.passes import offload as _offload  # noqa: F401  it registers the ops
 from remat.passes import tiers
-from remat.passes.disk import Disk
+from remat.passes.disk import Disk, _Flight, new_queue
 from remat.solvers.errors import RematError
 
 CPU = torch.device("cpu")
@@ -83,3 +85,22 @@ def test_a_copy_nobody_waited_for_is_waited_for_by_its_reload(tmp_path: Path) ->
     back = torch.ops.remat.reload(token, [64], [1], torch.float32, CPU)
     torch.ops.remat.wait_reload(token, back)
     assert torch.equal(value, back)
+
+
+def test_garbage_may_die_inside_its_own_copy() -> None:
+    """Python collects garbage in any thread, that of the copy among them."""
+    queue, made = new_queue("test"), Queue()
+    memory = torch.zeros(4)
+    held = weakref.ref(memory)
+
+    def copy() -> None:
+        flight = made.get()
+        flight.abandon()
+        assert flight.memory is None
+        del flight
+        assert held() is not None, "the copy still works on it"
+
+    future = queue.submit(copy)
+    made.put(_Flight(future, memory))
+    del memory
+    future.result(timeout=60)
