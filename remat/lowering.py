@@ -16,6 +16,7 @@ from torch import fx
 from remat.cost.device import DeviceSpec
 from remat.cost.fused import fused_costs
 from remat.cost.model import CostModel
+from remat.passes.attention import kernels_in
 from remat.passes.costs import OpCost
 from remat.passes.fusion import fuse
 from remat.passes.joint import JointGraph
@@ -24,6 +25,7 @@ from remat.passes.mutation import SNAPSHOT
 from remat.passes.overwrite import overwrite_inputs
 from remat.passes.storages import Storages
 from remat.passes.torch_private import partition as private
+from remat.solvers.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,15 @@ def lower_for_inductor(
         joint.module, joint_inputs, joint.num_forward_outputs, SNAPSHOT, **torch_options
     )
     return Lowering(lowered, costs, own)
+
+
+def planned_for(spec: DeviceSpec, device: torch.device, problem: Problem) -> str:
+    """The note of a plan for a device that is not here, made on tensors of ``device``."""
+    text = f"planned for {spec.name} on tensors of {device.type}"
+    found = kernels_in(op.target for op in problem.ops)
+    if spec.capability is None:
+        return f"{text}: attention is the {device.type} kernel, and so is what it saves"
+    if not found:
+        return text
+    kernels = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(found.items()))
+    return f"{text}: attention runs as on {spec.name}: {kernels}"

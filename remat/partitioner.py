@@ -21,10 +21,9 @@ from remat.cost.device import DeviceSpec, find_device
 from remat.cost.link import offloading
 from remat.cost.model import CostModel
 from remat.decided import Decided
-from remat.lowering import Lowering, lower_for_eager, lower_for_inductor
+from remat.lowering import Lowering, lower_for_eager, lower_for_inductor, planned_for
 from remat.options import Options
 from remat.passes.apart import hold_products
-from remat.passes.attention import kernels_in
 from remat.passes.baseline import baseline_schedule
 from remat.passes.joint import JointGraph
 from remat.passes.lower import Lowered
@@ -446,15 +445,3 @@ def _notes(made: Lowering, regions: int, spec: DeviceSpec, device: torch.device)
         listed = ", ".join(f"{target} ({count})" for target, count in sorted(assumed.items()))
         notes.append(f"workspace not measured, assumed to be none: {listed}")
     return tuple(notes)
-
-
-def planned_for(spec: DeviceSpec, device: torch.device, problem: Problem) -> str:
-    """The note of a plan for a device that is not here, made on tensors of ``device``."""
-    text = f"planned for {spec.name} on tensors of {device.type}"
-    found = kernels_in(op.target for op in problem.ops)
-    if spec.capability is None:
-        return f"{text}: attention is the {device.type} kernel, and so is what it saves"
-    if not found:
-        return text
-    kernels = ", ".join(f"{kernel} ({count})" for kernel, count in sorted(found.items()))
-    return f"{text}: attention runs as on {spec.name}: {kernels}"

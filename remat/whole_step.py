@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from remat.cost.device import described_capability, find_device
 from remat.cost.model import CostModel
 from remat.executors import cudagraph
+from remat.lowering import planned_for
 from remat.measurement import resident_bytes
 from remat.options import Options
-from remat.partitioner import make_plan, planned_for
+from remat.partitioner import make_plan
 from remat.passes.attention import RoutedAttention
 from remat.passes.emit_step import emit_step
 from remat.passes.lower import lower, op_nodes
@@ -193,7 +194,7 @@ def compile_step(
 def _capture(
     function: Callable[..., Any], places: Places, options: Options, *, run: bool = True
 ) -> _Captured:
-    step, bound = _trace(function, places, options)
+    step, bound = _trace(function, places, options, run=run)
     device = main_device(places.inputs)
     spec = find_device(options.device or device)
     storages = step_storages(step, spec.granularity, device.type)
@@ -249,10 +250,11 @@ def _runner(step: StepGraph, made: fx.GraphModule, options: Options, places: Pla
 
 
 def _trace(
-    function: Callable[..., Any], places: Places, options: Options
+    function: Callable[..., Any], places: Places, options: Options, *, run: bool
 ) -> tuple[StepGraph, _Bound]:
     bound: list[_Bound] = []
-    capability = described_capability(options.device)
+    # What runs, runs here, by the kernels of this device.
+    capability = None if run else described_capability(options.device)
     routed = contextlib.nullcontext() if capability is None else RoutedAttention(capability)
     mode = dynamo.fake_mode()
     count = len(places.inputs)

@@ -279,6 +279,16 @@ def test_a_step_is_planned_for_a_gpu_that_is_not_here() -> None:
     assert plan.problem.fixed_bytes % 512 == 0
 
 
+def test_a_step_planned_for_a_gpu_runs_by_the_kernels_that_are_here() -> None:
+    q, x = torch.randn(1, 2, 128, 64, requires_grad=True), torch.randn(1, 2, 128, 64)
+
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, x, x).sum(), q)[0]
+
+    planned = remat.compile_step(step, time_limit=0.2, cost="roofline", device="h100")
+    assert torch.allclose(planned(x), step(x), atol=1e-5)
+
+
 def test_a_budget_no_step_can_keep() -> None:
     net = Normed()
     step = remat.compile_step(
