@@ -8,6 +8,7 @@ signature under which a figure is remembered. An op that cannot be run so is rep
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import time
@@ -147,7 +148,8 @@ class Profiler:
             return OpProfile(failure=failure)
         try:
             args, kwargs = made_up(call)
-            return self._run(call, args, kwargs, expected, timed)
+            with _generators_kept((args, kwargs)):
+                return self._run(call, args, kwargs, expected, timed)
         except _REFUSALS as error:
             first_line = (str(error).splitlines() or [""])[0]
             return OpProfile(failure=f"{type(error).__name__}: {first_line}")
@@ -210,6 +212,18 @@ class Profiler:
         if needed <= free:
             return None
         return f"its inputs and outputs take {needed} bytes and {free} are free"
+
+
+@contextlib.contextmanager
+def _generators_kept(given: Any) -> Iterator[None]:
+    """Generators that an op is given by name are the caller's own, not made up."""
+    leaves = pytree.tree_leaves(given)
+    states = [(g, g.get_state()) for g in leaves if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def signature(call: WrappedCall) -> str:

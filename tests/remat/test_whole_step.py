@@ -289,6 +289,26 @@ def test_a_step_planned_for_a_gpu_runs_by_the_kernels_that_are_here() -> None:
     assert torch.allclose(planned(x), step(x), atol=1e-5)
 
 
+def test_a_generator_of_the_callers_is_drawn_from_as_often_as_by_the_plain_step() -> None:
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(64, 8)
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> Tensor:
+        h = x
+        for _ in range(3):
+            h = torch.tanh(h @ w)
+            h = h * torch.bernoulli(torch.full_like(h, 0.5), generator=generator)
+        return torch.autograd.grad(h.sum(), w)[0]
+
+    compiled = remat.compile_step(step, memory_budget=0.0, time_limit=0.2, cost="roofline")
+    found = [compiled() for _ in range(2)]
+    after = generator.get_state()
+    generator.manual_seed(1)
+    assert all(torch.equal(ours, step()) for ours in found)
+    assert torch.equal(generator.get_state(), after)
+    assert compiled.plans[0].peak < compiled.plans[0].baseline_peak
+
+
 def test_a_budget_no_step_can_keep() -> None:
     net = Normed()
     step = remat.compile_step(
