@@ -173,6 +173,11 @@ def _take_updates(graph: fx.Graph) -> list[Update]:
 def _check_node(node: fx.Node) -> None:
     """Refuse what no plan can hold; numbers get a value to be costed with."""
     value = node.meta.get("val")
+    if ops.schema_name(node) == "aten::mkldnn_rnn_layer":
+        raise CaptureError(
+            "oneDNN's recurrent layers hand a workspace to their backward that no graph holds: run "
+            "the step under torch.backends.mkldnn.flags(enabled=False)"
+        )
     if isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):
         # What it is will be known when the step runs; a name for it would differ at every capture.
         kind = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}[type(value)]

@@ -280,17 +280,29 @@ class Swapped:
         return next((i for i, item in enumerate(self.others) if item is other), None)
 
     def now_bound(self) -> dict[str, list[int]]:
-        """Which tensors the names mean that outlive a step, and in which memory they lie."""
+        """Which tensors the names mean that outlive a step, and in which memory these lie.
+
+        An input and what stands for it are one: an LSTM has its parameters in a list of its own.
+        """
         found: dict[str, list[int]] = {}
         for holder in self.places.holders:
-            found.setdefault(holder.name, []).extend(_identities(holder.get()))
+            found.setdefault(holder.name, []).extend(self._identities(holder.get()))
         for module in self.places.modules:
             for part in module.modules():
                 path = self.places.paths.get(part) or type(part).__name__
                 names = {**vars(part), **part._parameters, **part._buffers}
                 for name, value in names.items():
                     if name not in ("_modules", "_parameters", "_buffers"):
-                        found.setdefault(f"{path}.{name}", []).extend(_identities(value))
+                        found.setdefault(f"{path}.{name}", []).extend(self._identities(value))
+        return found
+
+    def _identities(self, content: object) -> list[int]:
+        """Of tensors; ``x.data = y`` leaves the tensor and gives it other memory."""
+        found: list[int] = []
+        for tensor in tensors_in(content):
+            index = self.places.index(tensor)
+            other = tensor if index is None else self.others[index]
+            found += [id(other), other.untyped_storage()._cdata]
         return found
 
     def refuse_new_bindings(self) -> None:
@@ -344,12 +356,6 @@ class Swapped:
 def _swap_holder(holder: Holder, swapped: Swapped) -> Callable[[], None]:
     holder.put(pytree.tree_map(swapped.of, holder.content))
     return partial(holder.put, holder.content)
-
-
-def _identities(content: object) -> list[int]:
-    """Of tensors: ``x.data = y`` leaves the tensor and gives it other memory."""
-    tensors = tensors_in(content)
-    return [number for t in tensors for number in (id(t), t.untyped_storage()._cdata)]
 
 
 def _swap_modules(places: Places, swapped: Swapped) -> list[Callable[[], None]]:

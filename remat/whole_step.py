@@ -107,7 +107,12 @@ class CompiledStep:
             CaptureError: the step cannot be one graph.
         """
         places = self._places(args, kwargs)
-        return _capture(self._function, places, self._options, run=False).plan
+        groups = [(g, dict(g)) for optimizer in places.optimizers for g in optimizer.param_groups]
+        try:
+            return _capture(self._function, places, self._options, run=False).plan
+        finally:
+            for group, before in groups:
+                group.update(before)  # a step may count in its options
 
     def _places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Places:
         # A recorded graph could not read a number on the host anew.

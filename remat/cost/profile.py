@@ -33,6 +33,8 @@ _TIMED_SECONDS: Final = 0.05
 _WATCHED_RUNS: Final = 2
 # One more look at an op that takes longer than this tells nothing worth the time.
 _LONG_SECONDS: Final = 0.5
+# Reads pointers and offsets out of what its forward left in a tensor of bytes: zeros crash it.
+_OPAQUE: Final = ("aten::mkldnn_rnn_layer_backward",)
 # What an op on made-up data may answer with. Nothing else is caught.
 _REFUSALS: Final = (
     RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError,
@@ -253,6 +255,8 @@ def why_not_run(call: WrappedCall) -> str | None:
         return "it is no operator of torch"
     if call.target.namespace not in KNOWN_NAMESPACES:
         return f"{call.target} is an operator remat does not know, and may do more than compute"
+    if call.target._schema.name in _OPAQUE:
+        return "an input is a workspace that only the library can make"
     for tensor in tensors_of((call.args, call.kwargs)):
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return f"an input is {tensor.layout} or quantized"

@@ -173,6 +173,43 @@ def test_modules_that_bind_tensors_anew_are_refused(what: str) -> None:
     assert not hasattr(net, "fresh")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the flags below
+def test_a_list_of_the_parameters_themselves_is_no_other_tensor() -> None:
+    """Recurrent layers make such a list again when their parameters were swapped."""
+    net, x = nn.LSTM(2, 2), torch.ones(3, 1, 2)
+    weights = list(net._flat_weights)
+    (wanted,) = torch.autograd.grad(net(x)[0].sum(), net.weight_hh_l0)
+    run = compiled(lambda x: torch.autograd.grad(net(x)[0].sum(), net.weight_hh_l0))
+    with pytest.raises(CaptureError, match="oneDNN's recurrent layers"):
+        run(x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        (found,) = run(x)
+    assert torch.allclose(found, wanted)
+    assert all(now is before for now, before in zip(net._flat_weights, weights, strict=True))
+
+
+def test_a_plan_leaves_the_options_of_an_optimizer() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self) -> None:
+            self.param_groups[0]["count"] += 1
+            super().step()
+
+    w = nn.Parameter(torch.ones(2))
+    optimizer = Counting([{"params": [w], "count": 0}], lr=0.5)
+
+    def step() -> None:
+        w.grad = None
+        (w * 2).sum().backward()
+        optimizer.step()
+
+    run = compiled(step)
+    run.plan()
+    assert optimizer.param_groups[0]["count"] == 0
+    run()
+    assert optimizer.param_groups[0]["count"] == 1
+    assert w.tolist() == [0.0, 0.0]
+
+
 def test_hooks_and_histories_are_refused() -> None:
     outer, net, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(1, 2)
 
