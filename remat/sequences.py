@@ -189,6 +189,12 @@ class Sequences:
         assert known is not None
         at = len(step.calls)
         known.excess[known.planned.index(at)] = excess
+        if at > 0:  # the calls before have run with more
+            self._changed = (
+                f"the code generated for call {at + 1} of this step takes {format_bytes(excess)} "
+                "more than planned: the step before may have been over its budget by as much; the "
+                "budget holds from this one on"
+            )
         known.shared.clear()
         self._following = self._shared(known, step.moving)
         self.plan = self._following or self.plan
