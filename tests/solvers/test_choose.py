@@ -168,7 +168,7 @@ def test_a_budget_between_the_floor_and_the_least_peak_is_proven_infeasible(solv
     assert found.status == "infeasible"
     assert (found.peak_lower_bound, found.floor_op) == (106, -1)
     assert found.peak == 110
-    assert solve(problem, memory_budget=105, solver=solver, time_limit=60.0).status == "infeasible"
+    assert solve(problem, memory_budget=105, solver=solver, time_limit=10.0).status == "infeasible"
 
 
 @pytest.mark.parametrize("solver", ["auto", "ilp"])
