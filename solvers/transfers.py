@@ -184,12 +184,14 @@ class Transfers:
         self.freed_at: dict[int, int] = {}
         self.back_at = [-1] * len(self.visits)
         self.late: set[int] = set()
+        self._on_entry = 0
         self._run()
 
     @property
     def peak(self) -> int:
         """Bytes; see :attr:`Timeline.peak`."""
-        return max(int(self.used.max(initial=0)), self.trace.problem.fixed_bytes)
+        most = int(self.used.max(initial=0))
+        return max(most, self._on_entry, self.trace.problem.fixed_bytes)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -210,6 +212,8 @@ class Transfers:
         self._leaving: list[tuple[float, int]] = []  # not read any more, copied or being copied
         self._leaving_bytes = 0
         for position, index in enumerate(trace.computes):
+            if position == trace.boundary:
+                self._on_entry = self._bytes_on_entry(position)
             self._free_copied(position)
             self._start_reloads(position)
             self._wait_for_reloads(position)
@@ -228,6 +232,13 @@ class Transfers:
             change[visit.first] += self.values[visit.value].bytes
             change[visit.last + 1] -= self.values[visit.value].bytes
         return np.asarray(self.trace.used + np.cumsum(change)[:-1])
+
+    def _bytes_on_entry(self, position: int) -> int:
+        """Bytes as backward begins: gradients have arrived, and what leaves is not gone yet."""
+        problem, index = self.trace.problem, self.trace.computes[position]
+        made = sum(problem.values[v].bytes for v in problem.ops[index].writes)
+        of_op = made + _workspace(problem, index)
+        return int(self.used[position]) - of_op + self._leaving_bytes
 
     def _latest_starts(self) -> list[float]:
         """For each visit, when its reload has to start at the latest, on the clock of the trace."""

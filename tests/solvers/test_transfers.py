@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import chain, links, plans, problems
 
-from remat.solvers.problem import Link
+from remat.solvers.problem import Link, Op, Problem, Value
 from remat.solvers.schedule import Decision, Schedule, decisions
 from remat.solvers.search import Searcher
 from remat.solvers.simulate import simulate
@@ -80,6 +80,22 @@ def test_reloads_move_ahead_of_each_other_and_wait_for_room():
     tight = with_transfers(Trace.of(WIDER, EVERYTHING), {X1, X2}, slow, 30)
     assert tight.peak == 30
     assert tight.waits > 0.0
+
+
+def test_what_leaves_last_meets_the_gradients_that_arrive():
+    """The copy of what the last forward op writes ends in backward, where tangents are."""
+    values = (Value("t", 1, tangent=True), Value("a", 0), Value("b", 1))
+    ops = (
+        Op("make_a", "forward", (), (1,)),
+        Op("make_b", "forward", (), (2,)),
+        Op("first", "backward", (1, 0), ()),
+        Op("last", "backward", (1, 2), ()),
+    )
+    trace = Trace.of(Structure(Problem(values, ops), offloads=True), (0, 1, 2, 3))
+    plan = with_transfers(trace, {2}, Link(0.01, 0.01), 0)
+    timeline = simulate(trace.problem, plan.schedule(), plan.link)
+    assert plan.offloaded == [2]
+    assert plan.peak == timeline.peak == 2
 
 
 def test_a_value_that_is_needed_before_it_is_gone_stays():
