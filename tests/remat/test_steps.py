@@ -146,7 +146,8 @@ def test_what_generated_code_takes_more_is_given_room(
     budget = probe.step_plan.least_peak + 200_000
     monkeypatch.setattr(GraphRunner, "excess", lambda runner, plan: 100_000)
     step = remat.compile(net, memory_budget=budget, **OPTIONS)
-    peak = check(net, lambda: net(x), lambda: step(x), x)
+    with pytest.warns(UnplannedWarning, match="call 2 of this step takes .* more than planned"):
+        peak = check(net, lambda: net(x), lambda: step(x), x)
     assert step.step_plan.peak <= budget
     assert peak <= budget - 100_000
 
