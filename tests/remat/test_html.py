@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.cli import DONE, FAILED, main
-from remat.joined import Phase, join
 from remat.plans import Plan
 from remat.report.changes import change
 from remat.report.html import page_html, subject_of, write_page
@@ -211,26 +210,6 @@ def test_neighbours_are_joined_in_order() -> None:
     labels, _ = groups(layers, bytes_of | {"model.ln": 1, "model.head": 1})
     assert labels[:3] == ["wte", "h.0–1", "h.2–3"], "what cannot be seen needs no colour"
     assert labels[-1] == OTHER
-
-
-@pytest.fixture
-def step_plan(plan: Plan) -> StepPlan:
-    """One graph called twice, the second call inside the first."""
-    phases = [
-        Phase("forward", 0, 0), Phase("forward", 1, 8), Phase("eager", -1, 64),
-        Phase("backward", 1, 16), Phase("backward", 0, 32),
-    ]  # fmt: skip
-    alone = dataclasses.replace(plan.problem, fixed_bytes=0)
-    joined = join([alone, alone], phases, 1000)
-    schedule = joined.schedule([plan.solution.schedule, plan.baseline])
-    solution = dataclasses.replace(
-        plan.solution,
-        problem_key=joined.problem.key,
-        schedule=schedule,
-        timeline=simulate(joined.problem, schedule),
-    )
-    baseline = joined.schedule([plan.baseline, plan.baseline])
-    return StepPlan(5000, (plan, plan), joined, solution, baseline, least_peak=1500)
 
 
 def test_the_page_of_a_whole_step(step_plan: StepPlan, tmp_path: Path) -> None:
