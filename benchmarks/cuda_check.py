@@ -71,6 +71,7 @@ def _rows() -> Iterator[Row]:
     yield Row(GPT2, "remat inductor", 0.5, 60)
     yield Row(GPT2, "remat cudagraph", 0.5, 30)
     yield Row(GPT2, "remat eager offload", 0.5, 30)
+    yield Row(GPT2, "step cudagraph offload", 0.5, 35)
     yield Row(GPT2, "checkpoint", seconds=15)
     yield Row(GPT2, "stock budget", 0.5, 45)
     yield Row(GPT2, "step eager", 0.5, 20)
@@ -80,6 +81,7 @@ def _rows() -> Iterator[Row]:
     yield Row(LLAMA, "remat eager", 0.5, 35)
     yield Row(LLAMA, "checkpoint", seconds=15)
     yield Row(LLAMA, "step cudagraph", 0.25, 45)
+    yield Row(LLAMA, "step cudagraph offload", 0.25, 50)
     yield Row(LLAMA, "compile", seconds=45)
     yield Row(LLAMA, "remat inductor", 0.25, 75)
     yield Row(GPT2, "remat inductor offload", 0.25, 60)
@@ -177,8 +179,13 @@ def _whole_step(model: nn.Module, batch: Batch, row: Row) -> Prepared:
         return loss
 
     executor = row.method.split()[1]
+    offload = "host" if "offload" in row.method else False
     run = remat.compile_step(
-        train, memory_budget=row.budget, executor=executor, time_limit=_SOLVE_SECONDS
+        train,
+        memory_budget=row.budget,
+        executor=executor,
+        time_limit=_SOLVE_SECONDS,
+        offload=offload,
     )
     return Prepared(
         model, batch, lambda: run(*batch), lambda: run.plans[-1],

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from remat.passes import layers, ops, runtime
+from remat.passes import transfers as _transfers  # noqa: F401  it registers the ops
 from remat.solvers.errors import CaptureError
 
 Kind = Literal["host sync", "host", "dynamic shape", "random"]
@@ -53,6 +54,12 @@ _DETERMINISTIC: Final = frozenset(
 )  # fmt: skip
 _BRANCHES: Final = frozenset({"cond", "while_loop", "while_loop_stack_output"})
 _STATES: Final = frozenset({"run_and_save_rng_state", "run_with_rng_state"})
+_TRANSFERS: Final = (
+    torch.ops.remat.offload,
+    torch.ops.remat.wait_offload,
+    torch.ops.remat.reload,
+    torch.ops.remat.wait_reload,
+)
 _RUNTIME: Final = (runtime.random_state, runtime.replay_random)
 
 
@@ -153,6 +160,8 @@ class _Check:
 
     def _placeholder(self, node: fx.Node) -> Iterator[_Finding]:
         yield from self._sizes(node)
+        if all(_is_transfer(user) for user in node.users):
+            return  # a token: a name for a place, which the recording keeps
         for tensor in _tensors(node):
             if self._is_elsewhere(tensor) and node.users:
                 number = tensor.ndim == 0
@@ -198,6 +207,8 @@ class _Check:
                 return
 
     def _devices(self, node: fx.Node) -> Iterator[_Finding]:
+        if _is_transfer(node):
+            return  # pinned memory that stays where it is, copied on a stream of the recording
         made = [tensor for tensor in _tensors(node) if self._is_elsewhere(tensor)]
         given = [t for source in node.all_input_nodes for t in _tensors(source)]
         here = [tensor for tensor in given if not self._is_elsewhere(tensor)]
@@ -236,6 +247,11 @@ def _generator(node: fx.Node) -> object:
         owner = node.graph.owning_module
         return operator.attrgetter(str(given.target))(owner) if owner is not None else given
     return given
+
+
+def _is_transfer(node: fx.Node) -> bool:
+    op = ops.overload(node)
+    return op is not None and op.overloadpacket in _TRANSFERS
 
 
 def _tags(node: fx.Node) -> Collection[Any]:

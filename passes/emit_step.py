@@ -14,6 +14,7 @@ from torch import fx
 
 from remat.passes import runtime
 from remat.passes.lower import Lowered, LoweredOp, device_of
+from remat.passes.offload import Place
 from remat.passes.split import OP_INDEX, Emitter
 from remat.passes.whole_step import StepGraph
 from remat.solvers.errors import RematError
@@ -22,13 +23,17 @@ from remat.solvers.schedule import Schedule
 _COPY: Final = torch.ops.aten.copy_.default
 
 
-def emit_step(lowered: Lowered, schedule: Schedule) -> fx.GraphModule:
+def emit_step(lowered: Lowered, schedule: Schedule, place: Place | None = None) -> fx.GraphModule:
     """One graph that takes the step's inputs and returns what it returns, updates done.
 
+    Args:
+        place: where the schedule offloads to, if it does.
+
     Raises:
-        RematError: the schedule computes something again from an input that is updated by then.
+        RematError: the schedule computes something again from an input that is updated by then, or
+            offloads without a place.
     """
-    emitter = _Whole(lowered)
+    emitter = _Whole(lowered, place)
     emitter.run(schedule.steps)
     emitter.close()
     step = lowered.joint
@@ -38,8 +43,8 @@ def emit_step(lowered: Lowered, schedule: Schedule) -> fx.GraphModule:
 
 
 class _Whole(Emitter):
-    def __init__(self, lowered: Lowered) -> None:
-        super().__init__(lowered, set())
+    def __init__(self, lowered: Lowered, place: Place | None) -> None:
+        super().__init__(lowered, set(), place)
         assert isinstance(lowered.joint, StepGraph)
         self.step = lowered.joint
         self.contents = {update.target: update.content for update in self.step.updates}

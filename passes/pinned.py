@@ -11,10 +11,15 @@ Copies run on two streams beside the one that computes, one each way. What order
     wait      the computing stream waits for the copy
 
 So ``record_stream`` is not needed, which would hold memory for longer than the plan says.
+
+While a CUDA graph is recorded, the first of these edges takes the copying stream into the recording
+(it forks), and the wait takes it back. A recording must end with all of its streams taken back, and
+may wait for no event of another one: :meth:`Pinned.join` before its end sees to both.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -36,20 +41,24 @@ class Room:
     event: Any = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flight:
+    """``event`` is None once somebody has waited for it."""
+
     device: torch.device
     event: Any
     memory: torch.Tensor | None
 
     def finish(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
-        self.memory = None
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+        self.event = self.memory = None
 
     def abandon(self) -> None:
-        # Which stream gets the memory next is not known here.
-        self.event.synchronize()
-        self.memory = None
+        if self.event is not None:
+            # Which stream gets the memory next is not known here.
+            self.event.synchronize()
+        self.event = self.memory = None
 
 
 class Pinned:
@@ -59,6 +68,9 @@ class Pinned:
         self.device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[Room]] = {}
+        self._rooms: list[Room] = []
+        self._flights: weakref.WeakSet[_Flight] = weakref.WeakSet()
+        self._latest: dict[Any, Any] = {}
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """See ``transfers.Tier``."""
@@ -72,13 +84,15 @@ class Pinned:
         except (KeyError, IndexError):
             pass
         try:
-            return Room(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            room = Room(torch.empty(size, dtype=torch.uint8, pin_memory=True))
         except RuntimeError as error:
             raise RematError(
                 f"offloading to host memory: {format_bytes(size)} more cannot be pinned ({error}); "
                 "raise the limit of locked memory (ulimit -l), offload to a directory instead, or "
                 "give a larger memory_budget"
             ) from error
+        self._rooms.append(room)
+        return room
 
     def give(self, room: Room) -> None:
         """See ``transfers.Tier``."""
@@ -86,21 +100,40 @@ class Pinned:
 
     def write(self, room: Room, memory: torch.Tensor) -> _Flight:
         """See ``transfers.Tier``."""
-        self._copy(self._out, room, room.buffer, memory)
-        return _Flight(self.device, room.event, memory)
+        return self._copy(self._out, room, room.buffer, memory, memory)
 
     def read(self, room: Room, memory: torch.Tensor) -> _Flight:
         """See ``transfers.Tier``."""
-        self._copy(self._in, room, memory, room.buffer)
-        return _Flight(self.device, room.event, memory)
+        return self._copy(self._in, room, memory, room.buffer, memory)
 
-    def _copy(self, stream: Any, room: Room, target: torch.Tensor, source: torch.Tensor) -> None:
+    def join(self) -> None:
+        """Have the current stream wait for every copy; what it queues next comes after them all."""
+        for event in self._latest.values():
+            torch.cuda.current_stream(self.device).wait_event(event)
+        self._latest.clear()
+        for flight in list(self._flights):
+            flight.event = flight.memory = None
+        for room in self._rooms:
+            room.event = None
+
+    def _copy(
+        self,
+        stream: Any,
+        room: Room,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        memory: torch.Tensor,
+    ) -> _Flight:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if room.event is not None:
             stream.wait_event(room.event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             room.event = stream.record_event()
+        flight = _Flight(self.device, room.event, memory)
+        self._flights.add(flight)
+        self._latest[stream] = room.event
+        return flight
 
 
 @dataclass

@@ -6,11 +6,13 @@ value. When the last of them is gone the file is closed, or the pinned memory fr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -21,12 +23,66 @@ from remat.solvers.errors import RematError
 HOST: Final = "host"
 """The name of the tier in pinned host memory; any other name is a directory."""
 
+
+class JoinedTier(Tier, Protocol):
+    """A tier whose copies a CUDA graph can record."""
+
+    def join(self) -> None:
+        """Have the current stream wait for every copy; what it queues next comes after them all."""
+
+
+class OwnTiers:
+    """The tiers of one recording, which nobody else puts values on.
+
+    A replay copies to and from the very rooms that were there when it was recorded, without asking
+    anybody: a room that another step has taken meanwhile would be written over.
+
+    Args:
+        make: makes one for values of a device.
+    """
+
+    def __init__(self, make: Callable[[torch.device], JoinedTier]) -> None:
+        self._make = make
+        self._tiers: dict[torch.device, JoinedTier] = {}
+
+    def tier(self, where: str, device: torch.device) -> JoinedTier:
+        """That of a device.
+
+        Raises:
+            RematError: ``where`` is not the host's memory.
+        """
+        if where != HOST:
+            raise RematError(
+                f"a CUDA graph cannot record copies to {where!r}, only to host memory; write "
+                f'offload="{HOST}"'
+            )
+        if device not in self._tiers:
+            self._tiers[device] = self._make(device)
+        return self._tiers[device]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """What is offloaded inside goes to these tiers, and every copy is waited for at the end."""
+        before = _OWN.set(self)
+        try:
+            yield
+            self.join()
+        finally:
+            _OWN.reset(before)
+
+    def join(self) -> None:
+        """See :class:`JoinedTier`."""
+        for tier in self._tiers.values():
+            tier.join()
+
+
+_OWN: Final[ContextVar[OwnTiers | None]] = ContextVar("remat_own_tiers", default=None)
 _LOCK: Final = threading.RLock()
 _TIERS: Final[weakref.WeakValueDictionary[tuple[Any, ...], Tier]] = weakref.WeakValueDictionary()
 
 
 def tier_for(where: str, device: torch.device) -> Tier:
-    """The tier of that name, made if there is none.
+    """The tier of that name, made if there is none; inside :class:`OwnTiers`, one of those.
 
     Args:
         where: ``"host"``, or a directory.
@@ -35,6 +91,9 @@ def tier_for(where: str, device: torch.device) -> Tier:
     Raises:
         RematError: it cannot be made, or values of this device cannot be put there.
     """
+    own = _OWN.get()
+    if own is not None:
+        return own.tier(where, device)
     # A process that was forked has no threads of its parent's.
     key = os.getpid(), where, device.type, device.index
     with _LOCK:

@@ -87,6 +87,7 @@ class Stored:
     def __init__(self, tier: Tier, value: torch.Tensor, whole: bool) -> None:
         self.process = os.getpid()
         self.tier = tier
+        self.token_address = 0
         memory, self.layout = _bytes_of(value, whole)
         self.room = tier.take(self.layout.bytes)
         self._writing: Flight | None = tier.write(self.room, memory)
@@ -174,9 +175,18 @@ def _token(stored: Stored) -> torch.Tensor:
     array = np.array([next(_NUMBERS)], dtype=np.int64)
     number = int(array[0])
     _STORED[number] = stored
+    stored.token_address = array.ctypes.data
     # At the end of the process everything goes anyway, and queues may be gone already.
     weakref.finalize(array, _release, number).atexit = False
     return torch.from_numpy(array)
+
+
+def is_token(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the token of a stored value."""
+    if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.numel() != 1:
+        return False
+    stored = _STORED.get(int(tensor.item()))
+    return stored is not None and stored.token_address == tensor.data_ptr()
 
 
 def _release(number: int) -> None:

@@ -4,6 +4,7 @@ remembers, and the executors, which run.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,8 @@ def _compile_graph(
     if options.double_backward:
         return CompiledGraph(graph, Unplanned("double_backward=True: this graph runs uncompiled"))
     if options.executor == "inductor":
-        return _holding_tier(_through_inductor(graph, inputs, options, ledger), inputs)
+        compiled = _through_inductor(graph, inputs, options, ledger)
+        return dataclasses.replace(compiled, run=_held(compiled.run, compiled.plan, inputs))
     made: list[Plan | Unplanned] = []
 
     def split(
@@ -86,27 +88,36 @@ def _compile_graph(
             f"one graph was partitioned {len(made)} times; nested graphs (invoke_subgraph) "
             "are not in this version"
         )
-    return _holding_tier(CompiledGraph(_first_order(run), made[0]), inputs)
+    run = _first_order(run)
+    # A recording has tiers of its own.
+    held = run if options.executor == "cudagraph" else _held(run, made[0], inputs)
+    return CompiledGraph(held, made[0])
 
 
-def _holding_tier(made: CompiledGraph, inputs: Sequence[Any]) -> CompiledGraph:
-    """The same, with room for what it offloads as long as it can be called.
+def _held(
+    run: Callable[..., Any], plan: Plan | Unplanned, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    if isinstance(plan, Unplanned):
+        return run
+    tensors = (item for item in inputs if isinstance(item, torch.Tensor))
+    return holding_tier(run, plan, main_device(tensors))
+
+
+def holding_tier(run: Callable[..., Any], plan: Plan, device: torch.device) -> Callable[..., Any]:
+    """The same callable, with room for what its plan offloads as long as it is held.
 
     Raises:
         RematError: there is not enough room.
     """
-    plan = made.plan
-    if isinstance(plan, Unplanned) or plan.offload is None or not plan.offloaded_bytes:
-        return made
-    device = main_device(item for item in inputs if isinstance(item, torch.Tensor))
+    if plan.offload is None or not plan.offloaded_bytes:
+        return run
     tier = hold(plan.offload, device, offloaded_bytes(plan.problem, plan.solution.schedule))
-    run = made.run
 
     def call(*given: Any) -> Any:
         assert tier is not None
         return run(*given)
 
-    return CompiledGraph(call, plan)
+    return call
 
 
 def _through_inductor(

@@ -163,9 +163,20 @@ def _refuse_what_this_version_lacks(options: Options) -> None:
             'it out, or write executor="inductor"'
         )
     if options.offload is not False and options.executor == "cudagraph":
+        _check_recorded_offload(options)
+
+
+def _check_recorded_offload(options: Options) -> None:
+    """A CUDA graph records copies to pinned memory, and by our own recorder."""
+    if options.offload != "host":
         raise InvalidOption(
-            f"offload={options.offload!r} cannot be part of a CUDA graph in this version; leave "
-            'offload out, or write executor="eager"'
+            f"offload={options.offload!r}: a CUDA graph cannot write files; write "
+            'offload="host", or executor="eager"'
+        )
+    if options.inductor is not None:
+        raise InvalidOption(
+            f"inductor={options.inductor!r} has inductor's cudagraph trees record, which do not "
+            'know offload="host"; leave inductor= out, or write executor="inductor"'
         )
 
 

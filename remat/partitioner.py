@@ -133,7 +133,7 @@ def partition(
         static=copied_bytes(joint, spec.granularity, torch_options),
     )
     schedule = plan.solution.schedule
-    place = None if plan.offload is None else Place(plan.offload, options.executor == "eager")
+    place = None if plan.offload is None else Place(plan.offload, options.executor != "inductor")
     wrong = reads_overwritten(joint, own[1])
     if schedule == plan.baseline and not (plan.keep or plan.recompute) and not wrong:
         return Partition(*own, plan)

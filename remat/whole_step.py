@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from remat.compilation import holding_tier
 from remat.cost.device import described_capability, find_device
 from remat.cost.model import CostModel
 from remat.executors import cudagraph
@@ -27,6 +28,7 @@ from remat.partitioner import make_plan
 from remat.passes.attention import RoutedAttention
 from remat.passes.emit_step import emit_step
 from remat.passes.lower import lower, op_nodes
+from remat.passes.offload import Place
 from remat.passes.storages import main_device
 from remat.passes.torch_private import dynamo, tracing
 from remat.passes.updates import program_order, with_updates
@@ -38,7 +40,7 @@ from remat.solvers.errors import CaptureError, InvalidOption, RematError
 from remat.step_places import Entry, Places, Swapped
 
 _LIMIT: Final = 8
-_REFUSED: Final = ("offload", "double_backward", "inductor", "plan", "optimizer")
+_REFUSED: Final = ("double_backward", "inductor", "plan", "optimizer")
 
 Graph = Callable[..., Any]
 
@@ -230,8 +232,9 @@ def _capture(
         notes=tuple(notes),
     )
     log_plan(plan)
-    made = emit_step(lowered, plan.solution.schedule)
-    return _Captured(_runner(step, made, options, places) if run else made, bound, plan)
+    place = None if plan.offload is None else Place(plan.offload)
+    made = emit_step(lowered, plan.solution.schedule, place)
+    return _Captured(_runner(step, made, options, places, plan) if run else made, bound, plan)
 
 
 def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:
@@ -244,9 +247,11 @@ def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:
     return sum(-(-size // granularity) * granularity for size in sizes)
 
 
-def _runner(step: StepGraph, made: fx.GraphModule, options: Options, places: Places) -> Graph:
+def _runner(
+    step: StepGraph, made: fx.GraphModule, options: Options, places: Places, plan: Plan
+) -> Graph:
     if options.executor != "cudagraph":
-        return made
+        return holding_tier(made, plan, main_device(places.inputs))
     updated = {update.target for update in step.updates}
     fixed = frozenset(i for i, node in enumerate(step.inputs) if node in updated)
     copied = places.passed() - fixed

@@ -162,7 +162,13 @@ class _Pair:
         if slot.backward is None:
             static = (True,) * len(saved) + (False,) * (len(inputs) - len(saved))
             slot.backward = Captured(
-                self._backward, static, self._recorder, slot.pool, warm=True, name="backward"
+                self._backward,
+                static,
+                self._recorder,
+                slot.pool,
+                warm=True,
+                name="backward",
+                tiers=slot.forward.tiers,
             )
         slot.spent = True
         del saved

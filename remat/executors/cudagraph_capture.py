@@ -22,7 +22,10 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from remat.passes.pinned import Pinned
+from remat.passes.tiers import JoinedTier, OwnTiers
 from remat.passes.torch_private.capturing import borrowed
+from remat.passes.transfers import is_token
 from remat.solvers.errors import RematError
 from remat.solvers.units import format_bytes
 
@@ -49,6 +52,9 @@ class Recorder(Protocol):
     def record(self, function: Callable[[], Any], pool: Any) -> tuple[Any, Recording]:
         """Record what ``function`` queues, without running it; what it returned, and the graph."""
 
+    def new_tier(self, device: torch.device) -> JoinedTier:
+        """Where one recording offloads values of a device to."""
+
 
 @dataclass
 class Captured:
@@ -64,6 +70,7 @@ class Captured:
             that graph is recorded.
         warm: whether it has run before.
         name: of the graph, for errors.
+        tiers: where its values are offloaded to; None: to tiers of its own.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
@@ -76,12 +83,16 @@ class Captured:
     warm: bool = False
     name: str = "the step"
     recording: Recording | None = None
+    tiers: OwnTiers | None = None
     _copies: dict[int, torch.Tensor] = field(default_factory=dict)
     _addresses: dict[int, int] = field(default_factory=dict)
     _outputs: list[Any] = field(default_factory=list)
     _returned: dict[int, int] = field(default_factory=dict)
     _fixed: set[int] = field(default_factory=set)
     _owned: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tiers = self.tiers or OwnTiers(self.recorder.new_tier)
 
     def __call__(
         self, inputs: Sequence[Any], owned: Callable[[], list[torch.Tensor]] = list
@@ -97,7 +108,7 @@ class Captured:
         """
         if not self.warm:
             self.warm = True
-            return list(self.recorder.warm_up(lambda: self.run(list(inputs))))
+            return list(self.recorder.warm_up(lambda: self._run(list(inputs))))
         if self.recording is None:
             self._record(inputs, {_place(tensor): tensor for tensor in owned()})
         else:
@@ -148,18 +159,29 @@ class Captured:
         }
         by_identity = {id(item): index for index, item in enumerate(given)}
         # Nothing here may hold what the graph frees while it is recorded: its list is emptied.
-        outputs, self.recording = self.recorder.record(lambda: self.run(given), self.pool)
+        assert self.tiers is not None
+        self.tiers.join()  # a recording cannot wait for what was queued before it
+        outputs, self.recording = self.recorder.record(lambda: self._run(given), self.pool)
         for index, output in enumerate(outputs):
             known = by_identity.get(id(output)) if isinstance(output, torch.Tensor) else None
             if known is not None:
                 self._returned[index] = known
-            elif index in self.lent and isinstance(output, torch.Tensor):
+            elif self._is_lent(index, output):
                 if output.untyped_storage().data_ptr() in fixed:
                     self._fixed.add(index)  # a view of a parameter
                 else:
                     self._owned.append(output)
                     output = borrowed(output)
             self._outputs.append(output)
+
+    def _run(self, given: list[Any]) -> Sequence[Any]:
+        assert self.tiers is not None
+        with self.tiers.used():
+            return self.run(given)
+
+    def _is_lent(self, index: int, output: Any) -> bool:
+        """A token is not: who drops it says that nobody needs the room of its value any more."""
+        return index in self.lent and isinstance(output, torch.Tensor) and not is_token(output)
 
     def _fill(self, inputs: Sequence[Any]) -> None:
         for index, copy in self._copies.items():
@@ -304,6 +326,10 @@ class CudaRecorder:
     def new_pool(self) -> Any:
         """See :class:`Recorder`."""
         return torch.cuda.graph_pool_handle()
+
+    def new_tier(self, device: torch.device) -> JoinedTier:
+        """See :class:`Recorder`."""
+        return Pinned(device)
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         """See :class:`Recorder`."""

@@ -148,6 +148,8 @@ def pool_peak(problem: Problem, schedule: Schedule) -> PoolPeak:
     for step in schedule.steps:
         if step.kind == "free" and step.index in held:
             pool.release(held.pop(step.index))
+        if step.kind == "reload" and problem.values[step.index].bytes:
+            held[step.index] = pool.allocate(problem.values[step.index].bytes)
         if step.kind != "compute":
             continue
         op = problem.ops[step.index]

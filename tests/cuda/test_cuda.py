@@ -134,6 +134,30 @@ def test_a_whole_step_trains_like_the_plain_one(executor: str) -> None:
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_recorded_copies_to_host_memory_bring_back_the_bits(whole: bool) -> None:
+    net = Net().cuda()
+    twin = copy.deepcopy(net)
+    options = {"executor": "cudagraph", "memory_budget": 0.0, "offload": "host", "time_limit": 2}
+    if whole:
+        run = remat.compile_step(training(net), **options)
+        plain = training(twin)
+        for _ in range(5):
+            x = batch()
+            assert torch.allclose(run(x), plain(x), rtol=1e-5)
+    else:
+        run = remat.compile(net, on_unplanned="ignore", **options)
+        for _ in range(5):
+            x = batch()
+            run(x).backward()
+            twin(x).backward()
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+        if not whole:
+            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert run.plans[-1].offloaded_bytes > 0
+
+
 def test_the_memory_of_a_recorded_step_is_what_was_predicted() -> None:
     net, x = Net().cuda(), batch()
     run = remat.compile_step(training(net), executor="cudagraph", time_limit=2, cost="roofline")

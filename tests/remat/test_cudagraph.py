@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat.cost import link
 from remat.executors import cudagraph
 from remat.executors.cudagraph_capture import IN_FLIGHT, Captured
 from remat.passes.torch_private.capturing import borrowed
+from remat.passes.transfers import stored_count
 from remat.pooled import in_pool
 from remat.solvers.errors import BudgetTooSmall, CaptureError, InvalidOption, RematError
+from remat.solvers.problem import Link
 from tests.remat.conftest import BASELINE, PROBLEM, RECOMPUTES_A
 from tests.remat.tape import FakeRecorder
 
@@ -224,6 +229,77 @@ def test_a_whole_step_is_recorded(recorder: FakeRecorder) -> None:
     assert (recorder.warmed, len(recorder.recorded_in), recorder.replayed) == (2, 1, 3)
 
 
+@pytest.fixture
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory takes values of a CPU, at no cost: nothing is computed again instead."""
+    monkeypatch.setattr(link, "find_link", lambda where, spec: Link(1e15, 1e15))
+
+
+@pytest.mark.usefixtures("fast_link")
+def test_a_whole_step_is_recorded_with_what_it_offloads(recorder: FakeRecorder) -> None:
+    net = Net()
+    twin = copy.deepcopy(net)
+
+    def training(model: nn.Module) -> Callable[..., Any]:
+        def step(x: Tensor) -> Tensor:
+            loss = model(x)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.sub_(gradient, alpha=0.1)
+            return loss
+
+        return step
+
+    options = {"memory_budget": 0.0, "time_limit": 0.2, "cost": "roofline", "offload": "host"}
+    run = remat.compile_step(training(net), executor="cudagraph", **options)
+    plain = training(twin)
+    for _ in range(4):
+        x = torch.randn(64, 16)
+        assert torch.equal(run(x), plain(x))
+        for ours, theirs in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs)
+    (plan,) = run.plans
+    assert plan.offloaded_bytes > 0
+    assert plan.offload == "host"
+    assert (len(recorder.recorded_in), recorder.replayed, len(recorder.tiers)) == (1, 3, 1)
+    assert stored_count() == 0
+
+
+@pytest.mark.usefixtures("fast_link")
+def test_copies_begun_in_forward_are_joined_before_its_recording_ends(
+    recorder: FakeRecorder,
+) -> None:
+    net = Net()
+    twin = copy.deepcopy(net)
+    run = compiled(net, memory_budget=0.0, offload="host")
+    for _ in range(4):
+        batches = [torch.randn(64, 16) for _ in range(2)]
+        losses = [run(x) for x in batches]  # two in flight: each has rooms of its own
+        wanted = [twin(x) for x in batches]
+        for loss, expected in zip(losses, wanted, strict=True):
+            assert torch.equal(loss, expected)
+            loss.backward()
+            expected.backward()
+        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    (plan,) = run.plans
+    assert plan.offloaded_bytes > 0
+    assert (recorder.recorded_in, len(recorder.tiers)) == ([1, 2, 1, 2], 2)
+    held = stored_count()
+    assert held > 0  # what is recorded keeps its rooms
+    del run, loss, losses
+    gc.collect()
+    torch._dynamo.reset()
+    gc.collect()
+    assert stored_count() == 0
+
+
+def test_what_a_recording_cannot_offload_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="cannot write files"):
+        remat.compile(Net(), executor="cudagraph", offload=tmp_path)
+
+
 def test_gradients_that_a_step_drops_may_lie_anywhere(recorder: FakeRecorder) -> None:
     """``zero_grad`` comes first, so every step is given the gradients of the one before."""
     w = nn.Parameter(torch.ones(2))
@@ -319,5 +395,5 @@ def test_with_options_of_inductors_the_trees_record() -> None:
     planned = cudagraph.as_planned(options)
     assert planned.executor == "inductor"
     assert planned.inductor == {"max_autotune": True, "triton.cudagraphs": True}
-    with pytest.raises(InvalidOption, match=r"offload=.host."):
-        remat.Options.make(executor="cudagraph", offload=True)
+    with pytest.raises(InvalidOption, match="cudagraph trees"):
+        remat.Options.make(executor="cudagraph", offload=True, inductor={})

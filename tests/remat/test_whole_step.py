@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remat
+from remat.cost import link
+from remat.passes.transfers import stored_count
 from remat.passes.updates import baseline_peak
 from remat.solvers.errors import BudgetTooSmall, CaptureError, InvalidOption
+from remat.solvers.problem import Link
 from remat.solvers.schedule import Decision, decisions
 from tests.models.networks import RunningScale
 
@@ -375,6 +379,33 @@ def test_numbers_that_change_are_captured_a_few_times_only() -> None:
         assert torch.equal(step(float(k)), torch.full((4,), float(k)))
     with pytest.raises(CaptureError, match="captured 8 times"):
         step(9.0)
+
+
+def test_a_whole_step_offloads_to_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "find_link", lambda where, spec: Link(1e15, 1e15))
+    torch.manual_seed(0)
+    net = Normed()
+    twin = copy.deepcopy(net)
+    ours, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (net, twin))
+    options = {"time_limit": 0.5, "cost": "roofline"}
+    step = remat.compile_step(training(net, ours), memory_budget=0.0, offload=tmp_path, **options)
+    plain = training(twin, theirs)
+    for seed in range(3):
+        x = rows()
+        torch.manual_seed(seed)
+        loss = plain(x)
+        wanted = everything(twin, theirs)
+        torch.manual_seed(seed)
+        assert torch.equal(step(x), loss)
+        assert all(map(torch.equal, everything(net, ours), wanted))
+    plan = step.plans[-1]
+    assert plan.offloaded_bytes > 0
+    measured = remat.measure(lambda: step(x), resident=(net, ours, x))
+    assert measured.peak <= plan.peak <= plan.memory_budget
+    assert stored_count() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_options_that_say_nothing_here() -> None:
