@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from remat.files import write_whole
 from remat.plans import Plan
 from remat.report.events import Scheduled
 from remat.solvers.errors import InvalidOption
@@ -39,12 +40,20 @@ def export(plan: Plan | StepPlan, path: str | Path, to: Format) -> None:
         InvalidOption: another format.
         OSError: the file cannot be written.
     """
-    if to == "snapshot":
-        from remat.report.snapshot import save_snapshot
+    write_whole(path, exported(plan, to))
 
-        save_snapshot(scheduled(plan), path)
-        return
-    Path(path).write_text(export_text(plan, to), encoding="utf-8")
+
+def exported(plan: Plan | StepPlan, to: str) -> str | bytes:
+    """A plan in the format of another tool: bytes for ``"snapshot"``, text for the others.
+
+    Raises:
+        InvalidOption: another format.
+    """
+    if to == "snapshot":
+        from remat.report.snapshot import snapshot_bytes
+
+        return snapshot_bytes(scheduled(plan))
+    return export_text(plan, to)
 
 
 def export_text(plan: Plan | StepPlan, to: str) -> str:

@@ -11,22 +11,25 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, get_args
 
+from remat.files import write_whole
 from remat.plans import Plan
 from remat.solvers.errors import InvalidProblem, InvalidSchedule, PlanMismatch
 from remat.solvers.problem import Link, Problem
-from remat.solvers.schedule import Schedule, Solution, Step
+from remat.solvers.schedule import Schedule, Solution, Status, Step
 from remat.solvers.simulate import simulate
 
 FORMAT: Final = "remat.plan/1"
 
-_PLAIN: Final = (
-    "remat_version", "torch_version", "device", "executor",
-    "graph_hash", "memory_budget", "least_peak",
-)  # fmt: skip
+Stored = TypeVar("Stored")
+
+_TEXTS: Final = ("remat_version", "torch_version", "device", "executor", "graph_hash")
+_PLAIN: Final = (*_TEXTS, "memory_budget", "least_peak")
+_SIZES: Final = ("memory_budget", "least_peak", "replayed_peak")
 _STORED: Final = (
     "problem_key", "memory_budget", "status", "peak_lower_bound", "floor_op", "solver",
     "solve_time",
@@ -40,18 +43,14 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 def load_plan(path: str | Path) -> Plan:
     """What :meth:`Plan.load` does."""
-    data = read_json(path)
-    try:
-        return plan_from_json(data)
-    except PlanMismatch as error:
-        raise PlanMismatch(f"{path}: {error}") from error
+    return read_stored(path, plan_from_json)
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     """Write canonical JSON, gzip-compressed where the path ends in ``.gz``."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    path, raw = Path(path), text.encode()
-    path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
+    raw = text.encode()
+    write_whole(path, gzip.compress(raw, mtime=0) if Path(path).suffix == ".gz" else raw)
 
 
 def read_json(path: str | Path) -> Any:
@@ -66,6 +65,35 @@ def read_json(path: str | Path) -> Any:
         return json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
     except (ValueError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise PlanMismatch(f"{path} is no stored plan: not JSON ({error})") from error
+
+
+def read_stored(path: str | Path, from_json: Callable[[Any], Stored]) -> Stored:
+    """What a file holds, read by ``from_json``; a refusal names the file.
+
+    Raises:
+        PlanMismatch: it is no JSON, or ``from_json`` refuses it.
+        OSError: it cannot be read.
+    """
+    data = read_json(path)
+    try:
+        return from_json(data)
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{path}: {error}") from error
+
+
+@contextmanager
+def refusing_malformed() -> Iterator[None]:
+    """Say of what lacks a field, or has one of another kind, that it is no plan.
+
+    Raises:
+        PlanMismatch: in place of the error that it led to.
+    """
+    try:
+        yield
+    except (InvalidProblem, InvalidSchedule) as error:
+        raise PlanMismatch(f"the stored plan cannot run: {error}") from error
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise PlanMismatch(f"malformed plan: {type(error).__name__} {error}") from error
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -99,7 +127,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
             f"format is {found!r}, this version of remat reads {FORMAT!r}; plan again with "
             "remat.plan"
         )
-    try:
+    with refusing_malformed():
         problem = Problem.from_json(data["problem"])
         link = None if data.get("link") is None else Link(**data["link"])
         plan = Plan(
@@ -115,11 +143,27 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
             **{name: data[name] for name in _PLAIN},
         )
         _ = plan.baseline_timeline  # a baseline that cannot run is refused here, not when read
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidProblem | InvalidSchedule):
-            raise PlanMismatch(f"the stored plan cannot run: {error}") from error
-        raise PlanMismatch(f"malformed plan: {type(error).__name__} {error}") from error
+        _check_kinds(plan)
     return plan
+
+
+def _check_kinds(plan: Plan) -> None:
+    """What nothing else looks at until it is printed."""
+    for name in _TEXTS:
+        if not isinstance(getattr(plan, name), str):
+            raise TypeError(f"{name} is {getattr(plan, name)!r}, which is no text")
+    for name in _SIZES:
+        check_size(name, getattr(plan, name))
+
+
+def check_size(name: str, size: Any) -> None:
+    """Make sure that a stored figure is a number of bytes, or None.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+        raise TypeError(f"{name} is {size!r}, which is no number of bytes")
 
 
 def steps_to_json(schedule: Schedule) -> list[list[Any]]:
@@ -166,6 +210,8 @@ def solution_from_json(
         InvalidSchedule: its steps cannot run.
     """
     schedule = steps_from_json(data["steps"])
+    if data["status"] not in get_args(Status):
+        raise ValueError(f"the status {data['status']!r} is none of {', '.join(get_args(Status))}")
     timeline = simulate(problem, schedule, link)
     bound = data["lower_bound"]
     solution = Solution(

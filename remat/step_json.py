@@ -14,9 +14,11 @@ from typing import Any, Final
 
 from remat.joined import Phase, join
 from remat.plan_json import (
+    check_size,
     plan_from_json,
     plan_to_json,
-    read_json,
+    read_stored,
+    refusing_malformed,
     solution_from_json,
     solution_to_json,
     steps_from_json,
@@ -25,7 +27,7 @@ from remat.plan_json import (
 )
 from remat.plans import Plan
 from remat.sharing import StepPlan
-from remat.solvers.errors import InvalidProblem, InvalidSchedule, PlanMismatch
+from remat.solvers.errors import PlanMismatch
 from remat.solvers.simulate import simulate
 
 STEP_FORMAT: Final = "remat.step/1"
@@ -40,11 +42,7 @@ def save_step_plan(plan: StepPlan, path: str | Path) -> None:
 
 def load_step_plan(path: str | Path) -> StepPlan:
     """What :meth:`StepPlan.load` does."""
-    data = read_json(path)
-    try:
-        return step_plan_from_json(data)
-    except PlanMismatch as error:
-        raise PlanMismatch(f"{path}: {error}") from error
+    return read_stored(path, step_plan_from_json)
 
 
 def step_plan_to_json(plan: StepPlan) -> dict[str, Any]:
@@ -79,9 +77,9 @@ def step_plan_from_json(data: Mapping[str, Any]) -> StepPlan:
             f"format is {found!r}, this version of remat reads {STEP_FORMAT!r} as the plan of a "
             "step; store it again with step_plan.save"
         )
-    try:
+    with refusing_malformed():
         plans = [plan_from_json(each) for each in data["plans"]]
-        calls = tuple(plans[index] for index in data["calls"])
+        calls = tuple(plans[_count(index)] for index in data["calls"])
         phases = [_phase(row, len(calls)) for row in data["phases"]]
         problems = [replace(plan.problem, fixed_bytes=0) for plan in calls]
         joined = join(problems, phases, data["resident"])
@@ -96,10 +94,8 @@ def step_plan_from_json(data: Mapping[str, Any]) -> StepPlan:
             least_peak=data["least_peak"],
         )
         simulate(joined.problem.unrestricted, plan.baseline)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidProblem | InvalidSchedule):
-            raise PlanMismatch(f"the stored plan cannot run: {error}") from error
-        raise PlanMismatch(f"malformed plan: {type(error).__name__} {error}") from error
+        check_size("memory_budget", plan.memory_budget)
+        check_size("least_peak", plan.least_peak)
     return plan
 
 
@@ -107,3 +103,10 @@ def _phase(row: Mapping[str, Any], calls: int) -> Phase:
     if row["kind"] not in _KINDS or not -1 <= row["call"] < calls:
         raise PlanMismatch(f"unknown phase {dict(row)!r}; the step has {calls} calls")
     return Phase(row["kind"], row["call"], row["beside"])
+
+
+def _count(index: Any) -> int:
+    """An index that was stored: a negative one would quietly mean another plan."""
+    if not isinstance(index, int) or index < 0:
+        raise PlanMismatch(f"a call is of plan {index!r}; it must be an index, at least 0")
+    return index

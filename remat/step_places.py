@@ -11,7 +11,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ class Places:
         arguments: (args, kwargs) of the call.
         lifts_rates: learning rates that are numbers are inputs, not part of the graph.
         inputs: every tensor once, in the order it was met.
-        paths: of every module, for people.
+        parts: every module in ``modules``, once, in the order it was met.
     """
 
     modules: list[nn.Module]
@@ -55,8 +55,20 @@ class Places:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     lifts_rates: bool = True
     inputs: list[torch.Tensor] = field(default_factory=list)
-    paths: dict[nn.Module, str] = field(default_factory=dict)
+    parts: list[nn.Module] = field(default_factory=list)
     _index: dict[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def paths(self) -> dict[nn.Module, str]:
+        """Of every module, for people."""
+        found: dict[nn.Module, str] = {}
+        several = len(self.modules) > 1
+        for number, module in enumerate(self.modules):
+            for path, part in module.named_modules():
+                head = f"{type(module).__name__.lower()}{number or ''}"
+                full = ".".join(filter(None, (head, path))) if several else path
+                found.setdefault(part, full)
+        return found
 
     @staticmethod
     def of(
@@ -79,12 +91,7 @@ class Places:
         named = (tensor for holder in holders for tensor in holder.tensors)
         for root in (*roots, *pytree.tree_leaves((args, kwargs)), *named):
             found._look(root)
-        several = len(found.modules) > 1
-        for number, module in enumerate(found.modules):
-            for path, part in module.named_modules():
-                head = f"{type(module).__name__.lower()}{number or ''}"
-                full = ".".join(filter(None, (head, path))) if several else path
-                found.paths.setdefault(part, full)
+        found.parts = list(dict.fromkeys(p for module in found.modules for p in module.modules()))
         for tensor in found._all_tensors():
             found._add(tensor)
             if tensor.is_leaf and tensor.grad is not None:
@@ -111,13 +118,12 @@ class Places:
                     "register_post_accumulate_grad_hook), which one graph cannot call: do what "
                     "they do inside the step, or use remat.compile"
                 )
-        for module in self.modules:
-            for part in module.modules():
-                if any(kind.__name__ in _REDUCING for kind in type(part).__mro__):
-                    raise CaptureError(
-                        f"{type(part).__name__} exchanges gradients in hooks, which one graph "
-                        "cannot call: use remat.compile on the module inside it"
-                    )
+        for kind in {type(part) for part in self.parts}:
+            if any(base.__name__ in _REDUCING for base in kind.__mro__):
+                raise CaptureError(
+                    f"{kind.__name__} exchanges gradients in hooks, which one graph cannot call: "
+                    "use remat.compile on the module inside it"
+                )
 
     def _look(self, root: object) -> None:
         kinds: dict[type, list[Any]] = {
@@ -129,8 +135,9 @@ class Places:
                 known.append(root)
 
     def _all_tensors(self) -> Iterator[torch.Tensor]:
-        for module in self.modules:
-            yield from (*module.parameters(), *module.buffers())
+        for part in self.parts:
+            for held in (part._parameters, part._buffers):
+                yield from (tensor for tensor in held.values() if tensor is not None)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
@@ -171,7 +178,7 @@ class Places:
     def signature(self) -> tuple[Any, ...]:
         """All that a graph of this call depends on, but for contents of tensors."""
         metadata = tuple(
-            (t.dtype, tuple(t.shape), t.stride(), str(t.device), t.requires_grad, t.is_leaf)
+            (t.dtype, t.shape, t.stride(), t.device, t.requires_grad, t.is_leaf)
             for t in self.inputs
         )
         gradients = tuple(
@@ -209,16 +216,14 @@ class Places:
             yield tuple(self._describe(leaf) for leaf in leaves if isinstance(leaf, used))
 
     def _of_modules(self) -> Iterator[object]:
-        for module in self.modules:
-            for part in module.modules():
-                plain = (value for value in vars(part).values() if isinstance(value, PLAIN))
-                yield Same(part), *map(described, plain)
+        for part in self.parts:
+            plain = (value for value in vars(part).values() if isinstance(value, PLAIN))
+            yield Same(part), *map(described, plain)
 
     def _slots(self) -> Iterator[object]:
-        for module in self.modules:
-            for part in module.modules():
-                for held in (part._parameters, part._buffers):
-                    yield tuple((name, self.index(value)) for name, value in held.items())
+        for part in self.parts:
+            for held in (part._parameters, part._buffers):
+                yield tuple((name, self.index(value)) for name, value in held.items())
 
     def _of_optimizers(self) -> Iterator[object]:
         for optimizer in self.optimizers:
@@ -287,13 +292,12 @@ class Swapped:
         found: dict[str, list[int]] = {}
         for holder in self.places.holders:
             found.setdefault(holder.name, []).extend(self._identities(holder.get()))
-        for module in self.places.modules:
-            for part in module.modules():
-                path = self.places.paths.get(part) or type(part).__name__
-                names = {**vars(part), **part._parameters, **part._buffers}
-                for name, value in names.items():
-                    if name not in ("_modules", "_parameters", "_buffers"):
-                        found.setdefault(f"{path}.{name}", []).extend(self._identities(value))
+        for part in self.places.parts:
+            path = self.places.paths.get(part) or type(part).__name__
+            names = {**vars(part), **part._parameters, **part._buffers}
+            for name, value in names.items():
+                if name not in ("_modules", "_parameters", "_buffers"):
+                    found.setdefault(f"{path}.{name}", []).extend(self._identities(value))
         return found
 
     def _identities(self, content: object) -> list[int]:
@@ -360,13 +364,12 @@ def _swap_holder(holder: Holder, swapped: Swapped) -> Callable[[], None]:
 
 def _swap_modules(places: Places, swapped: Swapped) -> list[Callable[[], None]]:
     undo: list[Callable[[], None]] = []
-    for module in places.modules:
-        for part in module.modules():
-            for held in (part._parameters, part._buffers):
-                before: dict[str, Any] = dict(held)
-                undo.append(partial(_refill, held, before))
-                held.update({name: swapped.of(value) for name, value in before.items()})
-            undo.append(partial(_drop_new, vars(part), dict(vars(part))))
+    for part in places.parts:
+        for held in (part._parameters, part._buffers):
+            before: dict[str, Any] = dict(held)
+            undo.append(partial(_refill, held, before))
+            held.update({name: swapped.of(value) for name, value in before.items()})
+        undo.append(partial(_drop_new, vars(part), dict(vars(part))))
     return undo
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,8 @@ from remat.solvers.errors import RematError
 DONE: Final = 0
 FAILED: Final = 1
 USAGE: Final = 2
+INTERRUPTED: Final = 130
+"""As shells report what ended by Ctrl-C: 128 and the number of the signal."""
 
 
 class Subcommand(Protocol):
@@ -49,7 +50,10 @@ def subcommands() -> dict[str, Subcommand]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0 done, 1 a RematError, 2 wrong usage."""
+    """Run a command line and return its exit code.
+
+    0 is done, 1 a RematError, 2 wrong usage, 130 interrupted by Ctrl-C.
+    """
     parser = argparse.ArgumentParser(
         prog="remat",
         description="Train within a memory budget: graph rematerialization for PyTorch.",
@@ -69,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RematError as error:
         print(f"remat {arguments.command}: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print(f"remat {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `remat show plan.json | head`: the reader has seen enough
-        # Python flushes stdout once more when it ends, and would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from remat.cli._terminal import abandon_stdout
+
+        abandon_stdout()
         return DONE

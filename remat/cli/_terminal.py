@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
-from remat.solvers.errors import InvalidOption
+from remat.solvers.errors import InvalidOption, RematError
 from remat.solvers.units import format_seconds
 
 Progress = Callable[[float | None, float], None]
@@ -25,7 +25,7 @@ def spinner(message: str) -> Iterator[Progress]:
 
     What it yields shows how far a solver is; give it as ``progress=``.
     """
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield lambda best, bound: None
         return
     from rich.console import Console
@@ -50,15 +50,42 @@ def spinner(message: str) -> Iterator[Progress]:
 
 def print_report(text: str) -> None:
     """Print a report: numbers in colour on a terminal, plain text into a pipe or a file."""
-    if not sys.stdout.isatty():
+    if not is_terminal(sys.stdout):
         # Where the locale has no bars and arrows, a report with question marks beats none.
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
-        print(text, flush=True)
+        _print(text, end="\n")
         return
     from rich.console import Console
 
     Console(soft_wrap=True, markup=False, emoji=False).print(text)
+
+
+def print_data(text: str) -> None:
+    """Print what another program reads: UTF-8 whatever the locale, complete when this returns."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")
+    _print(text, end="")
+
+
+def _print(text: str, end: str) -> None:
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        abandon_stdout()
+        raise RematError(f"cannot print: {error.strerror or error}") from error
+
+
+def abandon_stdout() -> None:
+    """Nobody can read it any more: Python flushes it once more when it ends, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Python has None for a stream that was closed before it began (``>&-``)."""
+    return stream is not None and stream.isatty()
 
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:
@@ -81,5 +108,26 @@ def check_output(arguments: argparse.Namespace) -> None:
         raise InvalidOption(f"{output} is there already; {remedy}, or choose another name")
     if not output.absolute().parent.is_dir():
         raise InvalidOption(f"{output}: there is no folder {output.parent}; make it first")
-    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+    places = [output] if output.exists() else []
+    if output.is_file() or not places:  # a new file is made in its folder and put in its place
+        places.append(output.resolve().parent)
+    if not all(os.access(place, os.W_OK) for place in places):
         raise InvalidOption(f"{output} may not be written; choose another name")
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Say in words what kept a file from being written.
+
+    Raises:
+        RematError: the disk is full, the folder has gone, and the like.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # a pipe that was named as the file: its reader has seen enough
+    except OSError as error:
+        raise RematError(
+            f"cannot write {output}: {error.strerror or error}; choose another name with -o, or "
+            "make room"
+        ) from error

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from remat.cli._step import read_budget
-from remat.cli._terminal import print_report
+from remat.cli._terminal import is_terminal, print_report
 from remat.solvers.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class _Bar:
 
 @contextmanager
 def _progress(total: int) -> Iterator[_Bar]:
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield _Bar(None, total)
         return
     from rich.console import Console

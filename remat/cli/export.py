@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from remat.cli._terminal import add_output, check_output, spinner
+from remat.cli._terminal import add_output, check_output, print_data, spinner, writing
 from remat.solvers.errors import InvalidOption
 
 NAME: Final = "export"
@@ -37,12 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Write it to the file that was named, or print it."""
     check_output(arguments)
     text = _schema() if arguments.to == "schema" else _export(arguments)
-    if text is None:
+    if arguments.output is None:
+        print_data(text)
         return 0
-    if arguments.output is not None:
-        arguments.output.write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
+    from remat.files import write_whole
+
+    with writing(arguments.output):
+        write_whole(arguments.output, text)
     return 0
 
 
@@ -52,9 +53,9 @@ def _schema() -> str:
     return schema_text()
 
 
-def _export(arguments: argparse.Namespace) -> str | None:
-    """The text, or None where a file was written."""
-    from remat.exports import export, export_text
+def _export(arguments: argparse.Namespace) -> str | bytes:
+    """What goes to the file."""
+    from remat.exports import exported
     from remat.stored import load_plan_or_step
 
     if arguments.plan is None:
@@ -66,7 +67,4 @@ def _export(arguments: argparse.Namespace) -> str | None:
     with spinner(f"reading {arguments.plan}"):
         plan = load_plan_or_step(arguments.plan)
     with spinner(f"exporting to {arguments.to}"):
-        if arguments.to == "snapshot":
-            export(plan, arguments.output, "snapshot")
-            return None
-        return export_text(plan, arguments.to)
+        return exported(plan, arguments.to)

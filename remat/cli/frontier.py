@@ -6,7 +6,7 @@ import argparse
 from typing import Final
 
 from remat.cli._step import add_step, given_options, load_step
-from remat.cli._terminal import add_output, check_output, print_report, spinner
+from remat.cli._terminal import add_output, check_output, print_report, spinner, writing
 
 NAME: Final = "frontier"
 HELP: Final = "plan a training step for a range of budgets; nothing is run"
@@ -33,5 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print_report(f"{curve.plot()}\n\n{curve}")
     if arguments.output is not None:
-        curve.save_svg(arguments.output)
+        with writing(arguments.output):
+            curve.save_svg(arguments.output)
     return 0

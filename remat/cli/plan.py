@@ -6,7 +6,7 @@ import argparse
 from typing import Final
 
 from remat.cli._step import add_step, given_options, load_step, read_budget
-from remat.cli._terminal import add_output, check_output, print_report, spinner
+from remat.cli._terminal import add_output, check_output, print_report, spinner, writing
 
 NAME: Final = "plan"
 HELP: Final = "plan a training step for a memory budget; nothing is run"
@@ -41,5 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
         plan = make_plan(model, args, kwargs, loss=loss, progress=show, **options)
     print_report(str(plan))
     if arguments.output is not None:
-        plan.save(arguments.output)
+        with writing(arguments.output):
+            plan.save(arguments.output)
     return 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from remat.cli._terminal import check_output, print_report, spinner
+from remat.cli._terminal import check_output, print_report, spinner, writing
 from remat.solvers.errors import InvalidOption
 
 NAME: Final = "show"
@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.points is not None and arguments.output is None:
         raise InvalidOption("--points is for the page; add --html PAGE.html, or leave it out")
+    if arguments.force and arguments.output is None:
+        raise InvalidOption("--force is for the page; add --html PAGE.html, or leave it out")
     check_output(arguments)
     plan = load_plan_or_step(arguments.plan)
     if arguments.output is None:
@@ -64,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             from remat.report.html_curve import curve_of
 
             points = curve_of(subject, arguments.points, arguments.time_limit, show).points
-    write_page(arguments.output, subject, points)
+    with writing(arguments.output):
+        write_page(arguments.output, subject, points)
     print_report(f"wrote {arguments.output}")
     return 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from remat.report.events import Scheduled, Slice, slices
@@ -22,11 +21,6 @@ _STEPS, _OFFLOAD, _RELOAD = 1, 2, 3
 _TRACKS: Final = {_STEPS: "ops", _OFFLOAD: "offload", _RELOAD: "reload"}
 _WITHOUT_TIMES: Final = 1e-6
 """Seconds an op is drawn with in a plan whose ops all take none."""
-
-
-def save_chrome_trace(plan: Scheduled, path: str | Path) -> None:
-    """Write the trace as JSON."""
-    Path(path).write_text(chrome_text(plan), encoding="utf-8")
 
 
 def chrome_text(plan: Scheduled) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Final
 
+from remat.files import write_whole
 from remat.report.html_curve import CurvePoint
 from remat.report.html_data import Subject, page_data
 from remat.report.svg import frontier_svg
@@ -66,7 +67,7 @@ def write_page(
         frontier: the curve of the same problem, ordered by peak; the page says how to compute it
             where it is None.
     """
-    Path(path).write_text(page_html(subject, frontier), encoding="utf-8")
+    write_whole(path, page_html(subject, frontier))
 
 
 def page_html(subject: Subject, frontier: Sequence[CurvePoint] | None = None) -> str:

@@ -12,7 +12,6 @@ import pickle
 import re
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 from remat.report.events import Change, Scheduled, changes, slices
@@ -25,9 +24,9 @@ FIRST_ADDRESS: Final = 0x7F00_0000_0000
 _SOURCE: Final = re.compile(r"(?P<file>.+):(?P<line>\d+) in (?P<function>\S+)")
 
 
-def save_snapshot(plan: Scheduled, path: str | Path) -> None:
-    """Write the snapshot; drop the file on pytorch.org/memory_viz to see it."""
-    Path(path).write_bytes(pickle.dumps(memory_snapshot(plan), protocol=PROTOCOL))
+def snapshot_bytes(plan: Scheduled) -> bytes:
+    """The snapshot as a file; drop it on pytorch.org/memory_viz to see it."""
+    return pickle.dumps(memory_snapshot(plan), protocol=PROTOCOL)
 
 
 def memory_snapshot(plan: Scheduled) -> dict[str, Any]:
