@@ -177,6 +177,7 @@ def make_plan(
     baseline = unasked(lowered)
     offload = offloading(options, spec)
     link = None if offload is None else offload.link
+    notes = (*notes, *(offload.notes if offload is not None else ()))
 
     def choose(options: Options) -> _Choice:
         return _choose(lowered, undecided.problem, baseline, options, graph_hash, spec, link)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _LONG_SECONDS: Final = 1.0
 _PCIE: Final[Mapping[int, Link]] = MappingProxyType(
     {4: Link(25e9, 25e9, 20e-6), 5: Link(50e9, 50e9, 20e-6)}
 )
+_IN_MEMORY: Final = ("tmpfs", "ramfs")
 _FIFTH_GENERATION: Final = ("h100-sxm", "h100-pcie", "h200", "mi300x")
 
 
@@ -47,6 +49,42 @@ class Offloading:
 
     where: str
     link: Link
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan should say of the place: a file system in memory frees none of a CPU's."""
+        kind = None if self.where == HOST else file_system(self.where)
+        if kind not in _IN_MEMORY:
+            return ()
+        return (
+            f"{self.where} is on a {kind}: what is offloaded there still takes this machine's "
+            "memory; give a directory on a disk",
+        )
+
+
+def file_system(directory: str, mounts: str = "/proc/self/mounts") -> str | None:
+    """The kind of file system a directory is on, as Linux calls it; None where nobody says.
+
+    Args:
+        mounts: the file that lists what is mounted.
+    """
+    real = os.path.realpath(directory)
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:
+            rows = [line.split() for line in lines]
+    except OSError:
+        return None
+    found = [
+        (len(place), number, kind)
+        for number, (_, place, kind, *_) in enumerate(rows)
+        if os.path.commonpath((real, _unescaped(place))) == _unescaped(place)
+    ]
+    return max(found)[2] if found else None
+
+
+def _unescaped(place: str) -> str:
+    """Blanks and backslashes are written as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place)
 
 
 def offloading(options: Options, spec: DeviceSpec) -> Offloading | None:

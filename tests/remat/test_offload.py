@@ -273,6 +273,25 @@ def test_a_disk_is_timed_through_a_file_without_a_name(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_system_in_memory_is_named_in_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "in memory"
+    for place in (disk, memory, memory / "below"):
+        place.mkdir()
+    mounts = tmp_path / "mounts"
+    escaped = str(memory).replace(" ", r"\040")
+    mounts.write_text(f"root / ext4 rw 0 0\nnone {escaped} tmpfs rw,size=1g 0 0\n")
+    assert links.file_system(str(disk), str(mounts)) == "ext4"
+    assert links.file_system(str(memory / "below"), str(mounts)) == "tmpfs"
+    assert links.file_system(str(disk), str(tmp_path / "nowhere")) is None
+    monkeypatch.setattr(links, "file_system", lambda where: "tmpfs")
+    model, x = make()
+    plan = remat.plan(model, (x,), cost="roofline", offload=memory)
+    assert any("still takes this machine's memory" in note for note in plan.notes)
+    assert links.Offloading("host", FAST).notes == ()
+
+
 def test_directories_are_checked_when_they_are_given(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
