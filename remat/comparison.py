@@ -15,8 +15,9 @@ from remat.exports import scheduled
 from remat.plan_rows import Action, DecisionRow, decision_rows, layer_rows
 from remat.plans import Plan
 from remat.report.events import Scheduled
+from remat.report.names import cut_left
 from remat.solvers.problem import Problem
-from remat.solvers.units import format_bytes, format_seconds
+from remat.solvers.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from remat.sharing import StepPlan
@@ -116,9 +117,8 @@ def _causes(
     (mine, first), (theirs, second) = _plans(before), _plans(after)
     if mine != theirs:
         yield Cause("kind", f"{mine} → {theirs}")
-    budgets = [_bytes_or_none(plan.memory_budget) for plan in (before, after)]
     if before.memory_budget != after.memory_budget:
-        yield Cause("budget", " → ".join(budgets))
+        yield Cause("budget", _from_to(before.memory_budget, after.memory_budget))
     hashes = [[plan.graph_hash for plan in plans] for plans in (first, second)]
     if hashes[0] != hashes[1]:
         yield Cause("code", _code(old.problem, new.problem))
@@ -133,15 +133,14 @@ def _causes(
         yield Cause("costs", text)
     resident = [each.problem.fixed_bytes for each in (old, new)]
     if resident[0] != resident[1]:
-        text = " → ".join(map(format_bytes, resident))
-        yield Cause("resident", f"{text}: parameters, inputs, state")
+        yield Cause("resident", f"{_from_to(*resident)}: parameters, inputs, state")
     solvers = [before.solution.solver, after.solution.solver]
     if solvers[0] != solvers[1]:
         yield Cause("solver", " → ".join(solvers))
-    offloads = [_offload(plans[0]) for plans in (first, second)]
+    offloads = [_offload(plans) for plans in (first, second)]
     if offloads[0] != offloads[1]:
         yield Cause("offload", " → ".join(offloads))
-    patterns = [_patterns(plans[0]) for plans in (first, second)]
+    patterns = [_patterns(plans) for plans in (first, second)]
     if patterns[0] != patterns[1]:
         yield Cause("patterns", " → ".join(patterns))
 
@@ -150,22 +149,26 @@ def _plans(plan: Plan | StepPlan) -> tuple[str, tuple[Plan, ...]]:
     if isinstance(plan, Plan):
         return "one graph", (plan,)
     count = len(plan.plans)
-    return f"a step of {count} graph call{'s' * (count > 1)}", plan.plans
+    return f"a step of {count} graph call{'s' * (count != 1)}", plan.plans
 
 
-def _offload(plan: Plan) -> str:
-    if plan.link is None:
+def _offload(plans: tuple[Plan, ...]) -> str:
+    """Of a step, that of its first call: all of them share one link."""
+    link = plans[0].link if plans else None
+    if link is None:
         return "none"
-    where, link = plan.offload or "somewhere", plan.link
+    where = plans[0].offload or "somewhere"
     return (
         f"{where} at {format_bytes(link.offload_bandwidth)}/s there and "
         f"{format_bytes(link.reload_bandwidth)}/s back"
     )
 
 
-def _patterns(plan: Plan) -> str:
-    said = [f"keep {' '.join(plan.keep)}"] if plan.keep else []
-    said += [f"recompute {' '.join(plan.recompute)}"] if plan.recompute else []
+def _patterns(plans: tuple[Plan, ...]) -> str:
+    said = []
+    for name in ("keep", "recompute"):
+        if found := dict.fromkeys(x for plan in plans for x in getattr(plan, name)):
+            said.append(f"{name} {' '.join(found)}")
     return ", ".join(said) or "none"
 
 
@@ -287,7 +290,7 @@ def _figures(found: Comparison) -> list[str]:
          _change(old.baseline_peak, new.baseline_peak)),
         ("least peak", _bytes_or_none(old.least_peak), _bytes_or_none(new.least_peak), ""),
         ("time", *map(format_seconds, seconds), _change(*seconds)),
-        ("extra time", f"{old.extra_time:+.1%}", f"{new.extra_time:+.1%}", ""),
+        ("extra time", format_share(old.extra_time), format_share(new.extra_time), ""),
     ]  # fmt: skip
     lines = [f"{'':<16}{'before':>14}{'after':>14}{'change':>12}"]
     lines += [f"{a:<16}{b:>14}{c:>14}{d:>12}".rstrip() for a, b, c, d in rows]
@@ -301,7 +304,7 @@ def _layer_lines(found: Comparison) -> list[str]:
     lines = [f"{'layer':<30}{'kept before':>13}{'after':>12}{'extra before':>13}{'after':>12}"]
     for row in rows[:ROWS]:
         lines.append(
-            f"{_left(row.layer or '(no layer)', 30):<30}"
+            f"{cut_left(row.layer or '(no layer)', 30):<30}"
             f"{format_bytes(row.kept_before):>13}{format_bytes(row.kept_after):>12}"
             f"{format_seconds(row.extra_before):>13}{format_seconds(row.extra_after):>12}"
         )
@@ -316,7 +319,7 @@ def _decision_lines(found: Comparison) -> list[str]:
     for row in rows[:ROWS]:
         head = f"{row.before} → {row.after:<10}{format_bytes(row.bytes):>11}  {row.value[:24]} "
         where = " ".join(part for part in (row.layer, row.source) if part)
-        lines.append(f"{head}{_left(where, WIDTH - len(head))}")
+        lines.append(f"{head}{cut_left(where, WIDTH - len(head))}")
     return [*lines, *_more(len(rows), "values")]
 
 
@@ -325,13 +328,14 @@ def _more(count: int, what: str) -> list[str]:
 
 
 def _change(old: float, new: float) -> str:
-    return f"{100 * (new / old - 1):+.1f} %" if old > 0 else ""
+    return format_share(new / old - 1) if old > 0 else ""
+
+
+def _from_to(old: int | None, new: int | None) -> str:
+    """Both, to the byte where they would look alike."""
+    texts = [_bytes_or_none(old), _bytes_or_none(new)]
+    return " → ".join(texts if texts[0] != texts[1] else [f"{old} bytes", f"{new} bytes"])
 
 
 def _bytes_or_none(count: int | None) -> str:
     return "none" if count is None else format_bytes(count)
-
-
-def _left(text: str, width: int) -> str:
-    """The right end of what is too long: the last parts of a path tell most."""
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

@@ -93,7 +93,9 @@ def scheduled(plan: Plan | StepPlan) -> Scheduled:
             code_peak=plan.replayed_peak,
             link=plan.link,
         )
-    problem = plan.joined.problem
+    from remat.step_page import problem_by_call
+
+    problem = problem_by_call(plan)
     return Scheduled(
         title=f"remat plan of {problem.name}",
         problem=problem,

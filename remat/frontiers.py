@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from remat.api import plan
+from remat.files import write_whole
 from remat.options import Options
 from remat.plans import Plan
+from remat.report.curve import frontier_curve, knee_of
 from remat.solvers.errors import InvalidOption
 from remat.solvers.frontier import frontier as solve_frontier
 from remat.solvers.schedule import Solution
@@ -51,16 +53,15 @@ class Frontier:
 
     @property
     def knee(self) -> Point | None:
-        """Where saving more begins to cost more than it did: see :func:`knee_of`. None for a curve
-        without a bend.
+        """Where saving more begins to cost more than it did; None for a curve without a bend.
+
+        See :func:`remat.report.curve.knee_of`.
         """
         place = knee_of([(point.peak, point.extra_time) for point in self.points])
         return None if place is None else self.points[place]
 
     def plot(self) -> str:
         """The curve in characters: extra time against peak, the knee marked ``K``."""
-        from remat.report.curve import frontier_curve
-
         return "\n".join(frontier_curve(self._rows(), self.baseline.peak, self._knee_at()))
 
     def save_svg(self, path: str | Path) -> None:
@@ -68,7 +69,7 @@ class Frontier:
         from remat.report.svg import frontier_svg
 
         picture = frontier_svg(self._rows(), self.baseline.peak, knee=self._knee_at())
-        Path(path).write_text(picture, encoding="utf-8")
+        write_whole(path, picture)
 
     def _rows(self) -> list[tuple[int, float, float]]:
         return [(p.peak, p.extra_time, p.least_extra_time) for p in self.points]
@@ -87,6 +88,8 @@ class Frontier:
                 f"{format_bytes(p.memory_budget):>11} {format_bytes(p.peak):>11} "
                 f"{p.extra_time:>+11.2%} {p.extra_flops:>+12.2%} {p.least_extra_time:>+9.2%}"
             )
+        if not self.points:
+            lines.append("no plan was found for any budget: a longer time_limit may find some")
         lines.append("proven: no plan within that budget costs less extra time")
         if (knee := self.knee) is not None:
             lines.append(
@@ -94,29 +97,6 @@ class Frontier:
                 "time"
             )
         return "\n".join(lines)
-
-
-def knee_of(curve: Sequence[tuple[float, float]]) -> int | None:
-    """The point of a falling curve that lies farthest below the chord between its ends.
-
-    Both axes are scaled so that the ends are (0, 1) and (1, 0), which is what Satopää, Albrecht,
-    Irwin and Raghavan do ("Finding a kneedle in a haystack", 2011); then the distance to the chord
-    of a point (x, y) is (1 - x - y) / √2.
-
-    Args:
-        curve: (peak, extra time), the smallest peak first.
-
-    Returns:
-        Its index; None where no point lies below the chord, or an axis has no extent.
-    """
-    if len(curve) < 3:
-        return None
-    (left, top), (right, bottom) = curve[0], curve[-1]
-    if right <= left or top <= bottom:
-        return None
-    below = [1 - (x - left) / (right - left) - (y - bottom) / (top - bottom) for x, y in curve]
-    farthest = max(range(len(curve)), key=lambda index: below[index])
-    return farthest if below[farthest] > 1e-9 else None
 
 
 def frontier(
@@ -143,6 +123,8 @@ def frontier(
     for name in ("memory_budget", "plan", "every_n_layers"):
         if getattr(checked, name) is not None:
             raise InvalidOption(f"a frontier has every budget; leave {name} out, or use remat.plan")
+    if points < 2:  # known before anything is captured
+        raise InvalidOption(f"points is {points!r}; a frontier has at least 2, its two ends")
     unasked = {**options, "solver": "auto"}  # a named solver is asked even without a budget
     baseline = plan(model, args, kwargs, loss=loss, **unasked)
     solutions = solve_frontier(

@@ -214,6 +214,10 @@ def solution_from_json(
         raise ValueError(f"the status {data['status']!r} is none of {', '.join(get_args(Status))}")
     timeline = simulate(problem, schedule, link)
     bound = data["lower_bound"]
+    check_size("the solution's memory_budget", data["memory_budget"])
+    for name, seconds in (("lower_bound", bound or 0.0), ("solve_time", data["solve_time"])):
+        if not isinstance(seconds, int | float):
+            raise TypeError(f"{name} is {seconds!r}, which is no number of seconds")
     solution = Solution(
         schedule=schedule,
         timeline=timeline,

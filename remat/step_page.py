@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def subject_of_step(step: StepPlan) -> Subject:
     """What a page about the plan of a whole step shows."""
-    problem, calls = _by_call(step.joined), step.plans
+    calls, problem = step.plans, problem_by_call(step)
     timeline = simulate(problem.unrestricted, step.baseline)
     first = calls[0] if calls else None
     old_flops = timeline.flops
@@ -47,14 +47,22 @@ def subject_of_step(step: StepPlan) -> Subject:
         text=str(step),
         marks=_marks(step.joined),
         link=step.link,
+        several_calls=len(calls) > 1,
     )
 
 
-def _by_call(joined: Joined) -> Problem:
-    """The joined problem with layers named by their call: two graphs may have one name for two."""
-    ops = []
+def problem_by_call(step: StepPlan) -> Problem:
+    """The problem of a step with layers named by their call, where there are several: two graphs
+    may have one name for two layers.
+    """
+    joined, several, ops = step.joined, len(step.plans) > 1, []
     for op, origin in zip(joined.problem.ops, joined.origin, strict=True):
-        layer = BETWEEN if origin is None else f"call.{origin[0]}.{op.layer}".removesuffix(".")
+        if origin is None:
+            layer = BETWEEN
+        elif several:
+            layer = f"call.{origin[0]}.{op.layer}".removesuffix(".")
+        else:
+            layer = op.layer
         ops.append(replace(op, layer=layer))
     return replace(joined.problem, ops=tuple(ops))
 

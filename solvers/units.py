@@ -47,3 +47,9 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def format_share(share: float) -> str:
+    """A change in percent: ``"+8.0 %"``, ``"-6.6 %"``; ``"+0.0 %"`` if too small to be seen."""
+    rounded = round(100 * share, 1) + 0.0  # adding zero makes a rounded -0.0 a plain one
+    return f"{rounded:+.1f} %"

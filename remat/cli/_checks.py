@@ -65,7 +65,7 @@ def torch_version() -> Iterator[Finding]:
     """torch, and whether it is one remat is written for."""
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: one of its shared libraries
         yield Finding("fails", "torch", f"cannot be imported: {error}", "pip install torch==2.13.0")
         return
     found = torch.__version__

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from remat.cli._step import read_budget
 from remat.cli._terminal import is_terminal, print_report
-from remat.solvers.units import format_bytes, format_seconds
+from remat.solvers.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from remat.cli._training import Training
@@ -46,8 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Train twice, compare; 1 if the budget was broken or a number changed."""
     import remat
     from remat.cli._training import PRESETS, python_sources, train
+    from remat.options import Options
     from remat.solvers.errors import RematError
 
+    if arguments.memory_budget is not None:
+        Options.make(memory_budget=arguments.memory_budget)  # known before anything is trained
     preset, text = PRESETS[arguments.model], python_sources()
     print_report(f"model  {preset}")
     print_report(f"text   {format_bytes(len(text))} of Python's standard library\n")
@@ -108,20 +111,20 @@ def comparison(plain: Training, frugal: Training, plan: Plan) -> list[str]:
             "peak, predicted",
             format_bytes(plan.baseline_peak),
             format_bytes(plan.peak),
-            _percent(plan.peak / plan.baseline_peak - 1),
+            format_share(plan.peak / plan.baseline_peak - 1),
         ),
         (
             "peak, measured",
             format_bytes(plain.peak),
             format_bytes(frugal.peak),
-            _percent(frugal.peak / plain.peak - 1),
+            format_share(frugal.peak / plain.peak - 1),
         ),
-        ("time, predicted", "", "", _percent(plan.extra_time)),
+        ("time, predicted", "", "", format_share(plan.extra_time)),
         (
             "time of a step, measured",
             format_seconds(plain.step_seconds),
             format_seconds(frugal.step_seconds),
-            _percent(change),
+            format_share(change),
         ),
     ]
     return [f"{a:<26}{b:>14}{c:>14}{d:>14}".rstrip() for a, b, c, d in rows]
@@ -177,7 +180,3 @@ def _progress(total: int) -> Iterator[_Bar]:
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         yield _Bar(progress, total)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:+.1f} %"

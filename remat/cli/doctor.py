@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from remat.cli._terminal import print_report, spinner
 
 if TYPE_CHECKING:
-    from remat.cli._checks import Finding
+    from remat.cli._checks import Check, Finding
 
 NAME: Final = "doctor"
 HELP: Final = "look at versions, device, compiler and caches; exit code 1 if something would fail"
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     for check in _checks.CHECKS:
         name = check.__name__.replace("_", " ")
         with spinner(f"looking at the {name}"):
-            findings += check()
+            findings += _found(check, name)
         # What cannot be imported fails every check after it, and says nothing new.
         if any(f.state == "fails" and f.name in ("python", "torch") for f in findings):
             break
@@ -40,6 +40,20 @@ def run(arguments: argparse.Namespace) -> int:
     lines += ["", f"would not work: {', '.join(failing)}" if failing else "remat would work here"]
     print_report("\n".join(lines))
     return 1 if failing else 0
+
+
+def _found(check: Check, name: str) -> list[Finding]:
+    """What a check found; a check that breaks is a finding too, and the others go on."""
+    from remat.cli._checks import Finding
+
+    findings: list[Finding] = []
+    try:
+        for finding in check():
+            findings.append(finding)
+    except Exception as error:  # noqa: BLE001  whatever is wrong here, doctor is asked what
+        complaint = f"could not be looked at: {type(error).__name__}: {error}"
+        findings.append(Finding("fails", name, complaint, "report it with this line"))
+    return findings
 
 
 def _lines(finding: Finding) -> list[str]:

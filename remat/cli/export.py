@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write it to the file that was named, or print it."""
     check_output(arguments)
     text = _schema() if arguments.to == "schema" else _export(arguments)
-    if arguments.output is None:
+    if arguments.output is None and isinstance(text, str):
         print_data(text)
         return 0
     from remat.files import write_whole

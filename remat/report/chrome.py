@@ -83,14 +83,25 @@ def _process(process: int, title: str, drawn: _Drawn) -> Iterator[dict[str, Any]
 
 
 def _counter(process: int, drawn: _Drawn, computes: Sequence[Slice]) -> Iterator[dict[str, Any]]:
-    """Bytes in use: one sample when an op begins, one when what is freed after it is gone."""
+    """Bytes in use: one sample when an op begins, one when what is freed after it is gone.
+
+    Samples are a nanosecond apart at least: of two at one moment only the last is drawn, and what
+    code outside the graphs holds, which takes no time in a plan, is often the peak.
+    """
+    latest = -1
+    for seconds, used in _levels(drawn, computes):
+        latest = max(latest + 1, round(1e9 * seconds))
+        yield _sample(process, latest, used)
+
+
+def _levels(drawn: _Drawn, computes: Sequence[Slice]) -> Iterator[tuple[float, int]]:
     used = drawn.timeline.bytes
-    yield _sample(process, 0.0, drawn.problem.fixed_bytes)
+    yield 0.0, drawn.problem.fixed_bytes
     for s, after in zip(computes, [*computes[1:], None], strict=True):
-        yield _sample(process, s.begin, used[s.step])
+        yield s.begin, used[s.step]
         last = (after.step if after is not None else len(used)) - 1
         if last > s.step:
-            yield _sample(process, s.end, used[last])
+            yield s.end, used[last]
 
 
 def _nested(process: int, drawn: _Drawn, computes: Sequence[Slice]) -> Iterator[dict[str, Any]]:
@@ -144,10 +155,10 @@ def _slice(
     }  # fmt: skip
 
 
-def _sample(process: int, seconds: float, used: int) -> dict[str, Any]:
+def _sample(process: int, nanoseconds: int, used: int) -> dict[str, Any]:
     return {
         "ph": "C", "pid": process, "tid": 0, "name": "bytes in use",
-        "ts": round(1e9 * seconds) / 1000, "args": {"bytes": used},
+        "ts": nanoseconds / 1000, "args": {"bytes": used},
     }  # fmt: skip
 
 

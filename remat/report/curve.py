@@ -1,4 +1,4 @@
-"""The frontier in characters, for a terminal."""
+"""The frontier in characters, for a terminal, and its knee."""
 
 from __future__ import annotations
 
@@ -15,6 +15,29 @@ Row = tuple[int, float, float]
 """Peak in bytes, extra time, and the extra time that no plan can beat."""
 
 
+def knee_of(curve: Sequence[tuple[float, float]]) -> int | None:
+    """The point of a falling curve that lies farthest below the chord between its ends.
+
+    Both axes are scaled so that the ends are (0, 1) and (1, 0), which is what Satopää, Albrecht,
+    Irwin and Raghavan do ("Finding a kneedle in a haystack", 2011); then the distance to the chord
+    of a point (x, y) is (1 - x - y) / √2.
+
+    Args:
+        curve: (peak, extra time), the smallest peak first.
+
+    Returns:
+        Its index; None where no point lies below the chord, or an axis has no extent.
+    """
+    if len(curve) < 3:
+        return None
+    (left, top), (right, bottom) = curve[0], curve[-1]
+    if right <= left or top <= bottom:
+        return None
+    below = [1 - (x - left) / (right - left) - (y - bottom) / (top - bottom) for x, y in curve]
+    farthest = max(range(len(curve)), key=lambda index: below[index])
+    return farthest if below[farthest] > 1e-9 else None
+
+
 def frontier_curve(rows: Sequence[Row], baseline_peak: int, knee: int | None = None) -> list[str]:
     """Extra time against peak: ``o`` a plan, ``K`` the knee, ``B`` without remat, ``.`` between.
 
@@ -24,10 +47,9 @@ def frontier_curve(rows: Sequence[Row], baseline_peak: int, knee: int | None = N
         knee: index of the row to mark as the knee.
     """
     points = [(peak, extra) for peak, extra, _ in rows]
-    left = min(baseline_peak, *(peak for peak, _ in points))
-    right = max(baseline_peak, *(peak for peak, _ in points))
-    bottom = min(0.0, *(extra for _, extra in points))
-    top = max(0.0, *(extra for _, extra in points))
+    peaks = [baseline_peak, *(peak for peak, _ in points)]
+    extras = [0.0, *(extra for _, extra in points)]
+    left, right, bottom, top = min(peaks), max(peaks), min(extras), max(extras)
 
     def column(peak: float) -> int:
         return round((peak - left) / max(1, right - left) * (WIDTH - 1))

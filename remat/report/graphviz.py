@@ -6,7 +6,7 @@ blue is offloaded; grey is what backward does not read. Large graphs are drawn b
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final, Literal
 
@@ -26,6 +26,11 @@ _COLOURS: Final = {
     Decision.RECOMPUTE: "#f6c08b",
     Decision.OFFLOAD: "#9cc4ec",
     None: "#e4e4e4",
+}
+_WORDS: Final = {
+    Decision.KEEP: "keeps",
+    Decision.RECOMPUTE: "does not keep",
+    Decision.OFFLOAD: "offloads",
 }
 _HEAD: Final = """digraph plan {
   rankdir=TB; fontname="Helvetica"; labelloc=t;
@@ -90,8 +95,7 @@ def _by_layer(plan: Scheduled) -> Iterator[str]:
     problem = plan.problem
     decided, runs = decisions(problem, plan.schedule), Counter(plan.schedule.computes)
     names: dict[tuple[str, str], int] = {}
-    kept: Counter[int] = Counter()
-    dropped: Counter[int] = Counter()
+    fates: defaultdict[int, Counter[Decision]] = defaultdict(Counter)
     again: Counter[int] = Counter()
     node_of = []
     for index, op in enumerate(problem.ops):
@@ -100,15 +104,13 @@ def _by_layer(plan: Scheduled) -> Iterator[str]:
         again[node] += max(0, runs[index] - 1)
         for value in op.writes:
             if value in decided:
-                total = kept if decided[value] is Decision.KEEP else dropped
-                total[node] += problem.values[value].bytes
+                fates[node][decided[value]] += problem.values[value].bytes
     for (phase, layer), node in names.items():
         lines = [layer or "(no layer)", phase]
-        lines += [f"keeps {format_bytes(kept[node])}"] if kept[node] else []
-        lines += [f"does not keep {format_bytes(dropped[node])}"] if dropped[node] else []
+        fate = fates[node]
+        lines += [f"{_WORDS[d]} {format_bytes(fate[d])}" for d in Decision if fate[d]]
         lines += [f"{again[node]} ops run again"] if again[node] else []
-        main = Decision.RECOMPUTE if dropped[node] > kept[node] else Decision.KEEP
-        colour = _COLOURS[main if kept[node] or dropped[node] else None]
+        colour = _COLOURS[max(Decision, key=lambda d: fate[d]) if fate.total() else None]
         shape = "" if phase != "backward" else ", shape=ellipse"
         yield f'  n{node} [label={_quoted(chr(10).join(lines))}, fillcolor="{colour}"{shape}];'
     flows: Counter[tuple[int, int]] = Counter()

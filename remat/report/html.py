@@ -17,11 +17,12 @@ from string import Template
 from typing import TYPE_CHECKING, Final
 
 from remat.files import write_whole
+from remat.report.curve import knee_of
 from remat.report.html_curve import CurvePoint
 from remat.report.html_data import Subject, page_data
 from remat.report.svg import frontier_svg
 from remat.report.text import peak_place, plan_text
-from remat.solvers.units import format_bytes, format_seconds
+from remat.solvers.units import format_bytes, format_seconds, format_share
 from remat.version import __version__
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _figures(subject: Subject) -> Iterator[Figure]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:+.1f} %".replace("-", "−")
+    return format_share(share).replace("-", "−")
 
 
 def _gap(subject: Subject) -> tuple[str, str, str]:
@@ -191,7 +192,12 @@ def _notes(notes: Sequence[str]) -> str:
 
 def _frontier(subject: Subject, frontier: Sequence[CurvePoint] | None) -> str:
     """The curve and its points, or the command that computes it."""
-    if not frontier:
+    if frontier is not None and not frontier:
+        return (
+            "<p>No plan was found for any of the budgets: a longer time limit may find some.</p>"
+            + _points(_known(subject), "what is known without it")
+        )
+    if frontier is None:
         return (
             "<p>The frontier of this plan was not computed: it takes a solve for each of its "
             "points. To have it here: <code>remat show PLAN.json --html PAGE.html --points 9"
@@ -204,9 +210,13 @@ def _frontier(subject: Subject, frontier: Sequence[CurvePoint] | None) -> str:
     table = [
         (format_bytes(p.memory_budget), p.peak, p.extra_time, p.least_extra_time) for p in frontier
     ]
-    picture = frontier_svg(rows, baseline, here=here, inline=True)
-    legend = '<p class="muted">The ring is this plan; below the dashed line there is no plan.</p>'
-    return picture + legend + _points(table, "the points of the curve, by budget")
+    knee = knee_of([(peak, extra) for peak, extra, _ in rows])
+    picture = frontier_svg(rows, baseline, here=here, knee=knee, inline=True)
+    legend = "The large ring is this plan; below the dashed line there is no plan."
+    if knee is not None:
+        legend += " From the knee on, saving more costs more than it did."
+    points = _points(table, "the points of the curve, by budget")
+    return f'{picture}<p class="muted">{legend}</p>{points}'
 
 
 Row = tuple[str, int, float | None, float | None]

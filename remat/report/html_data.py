@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from remat.plan_rows import layer_rows, runs_again
+from remat.report.names import block
 from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Decision, Schedule, Solution, Timeline, decisions
 
@@ -27,6 +28,7 @@ SEEN: Final = 0.01  # of all bytes
 GROUPS: Final = 12  # as many colours as can be told apart when they lie in order
 OTHER: Final = "other layers"
 NO_MODULE: Final = "(no module)"
+_CALL: Final = re.compile(r"call\.\d+(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Subject:
         text: the plan as printed.
         marks: (op, label) where a part of the step begins; none for the one graph of a plan.
         link: where offloaded values go.
+        several_calls: layers begin with the name of their call, ``call.0``.
     """
 
     title: str
@@ -62,6 +65,7 @@ class Subject:
     text: str
     marks: tuple[tuple[int, str], ...] = ()
     link: Link | None = None
+    several_calls: bool = False
 
 
 def page_data(subject: Subject) -> str:
@@ -81,8 +85,8 @@ def _data(subject: Subject) -> dict[str, Any]:
     weights: Counter[str] = Counter()
     for op in problem.ops:
         weights[op.layer] += sum(problem.values[v].bytes for v in op.writes)
-    labels, group_of = groups(layers, weights)
-    link = subject.link
+    calls, link = subject.several_calls, subject.link
+    labels, group_of = groups(layers, weights, calls)
     return {
         "fixed": problem.fixed_bytes,
         "budget": subject.memory_budget,
@@ -97,7 +101,7 @@ def _data(subject: Subject) -> dict[str, Any]:
         "after": _steps(schedule),
         "decisions": _decisions(problem, schedule),
         "layers": [names.of(layer) for layer in layers],
-        "blocks": [names.of(block(layer) or NO_MODULE) for layer in layers],
+        "blocks": [names.of(block_of(layer, calls) or NO_MODULE) for layer in layers],
         "groupOf": group_of,
         "groups": labels,
         "rows": [
@@ -178,14 +182,18 @@ def _decisions(problem: Problem, schedule: Schedule) -> list[list[float]]:
     ]  # fmt: skip
 
 
-def block(layer: str) -> str:
-    """``transformer.h.3`` for ``transformer.h.3.mlp.act``: a member of a list is a block."""
-    parts = layer.split(".")
-    numbered = [position for position, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbered[0] + 1]) if numbered else layer
+def block_of(layer: str, calls: bool) -> str:
+    """The block of a layer; where ``calls``, a name may begin with that of its call.
+
+    ``call.1.h.3`` for ``call.1.h.3.mlp``, in which the call is no member of a list of modules.
+    """
+    called = _CALL.match(layer) if calls else None
+    return layer[: called.end()] + block(layer[called.end() :]) if called else block(layer)
 
 
-def groups(layers: Sequence[str], weights: Mapping[str, int]) -> tuple[list[str], list[int]]:
+def groups(
+    layers: Sequence[str], weights: Mapping[str, int], calls: bool = False
+) -> tuple[list[str], list[int]]:
     """At most ``GROUPS`` names, in program order, and for each layer the index of its own.
 
     Members of one list are joined with their neighbours (``h.0–3``) until there are few enough,
@@ -193,18 +201,20 @@ def groups(layers: Sequence[str], weights: Mapping[str, int]) -> tuple[list[str]
 
     Args:
         weights: bytes each layer makes.
+        calls: the layers are those of several calls: see :func:`block_of`.
     """
-    blocks = list(dict.fromkeys(map(block, layers)))
+    own = [block_of(layer, calls) for layer in layers]
+    blocks = list(dict.fromkeys(own))
     name_of = dict(zip(blocks, blocks, strict=True))
     if len(blocks) > GROUPS:
         weight_of: Counter[str] = Counter()
-        for layer in layers:
-            weight_of[block(layer)] += weights[layer]
+        for layer, name in zip(layers, own, strict=True):
+            weight_of[name] += weights[layer]
         name_of = _joined(blocks, weight_of)
     labels = list(dict.fromkeys(name_of[name] or NO_MODULE for name in blocks))
     labels.sort(key=lambda label: label == OTHER)
     index = {label: at for at, label in enumerate(labels)}
-    of = [index[name_of[block(layer)] or NO_MODULE] for layer in layers]
+    of = [index[name_of[name] or NO_MODULE] for name in own]
     return _without_common_prefix(labels), of
 
 

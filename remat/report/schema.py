@@ -54,8 +54,7 @@ def _plan() -> dict[str, Any]:
         torch_version=_text("the version of torch it was made under"),
         device=_text("what its costs are for"),
         executor={"enum": ["eager", "inductor", "cudagraph"], "description": "who runs it"},
-        graph_hash={"type": "string", "pattern": "^[0-9a-f]{64}$",
-                    "description": "of the joint graph, without names"},
+        graph_hash=_hash("of the joint graph, without names"),
         memory_budget=_or_null(_bytes("what was asked for")),
         least_peak=_or_null(_bytes("the smallest peak a plan was found for")),
         notes=_texts("for people"),
@@ -143,7 +142,7 @@ def _op() -> dict[str, Any]:
 def _solution() -> dict[str, Any]:
     return _object(
         "A schedule, and what is known about it.",
-        problem_key=_text("SHA-256 of the problem's canonical JSON"),
+        problem_key=_hash("of the problem's canonical JSON"),
         memory_budget=_or_null(_bytes("what was asked for")),
         status={"enum": ["optimal", "feasible", "infeasible", "not found"]},
         lower_bound=_or_null({"type": "number", "minimum": 0, "description": "seconds no schedule "
@@ -192,6 +191,11 @@ def _texts(description: str) -> dict[str, Any]:
 
 def _text(description: str) -> dict[str, Any]:
     return {"type": "string", "description": description}
+
+
+def _hash(description: str) -> dict[str, Any]:
+    pattern = "^[0-9a-f]{64}$"
+    return {"type": "string", "pattern": pattern, "description": f"SHA-256: {description}"}
 
 
 def _flag(description: str) -> dict[str, Any]:

@@ -74,24 +74,28 @@ def frontier_svg(
         parts.append(f"<title>{tip}</title></circle>")
     if knee is not None:
         parts += _knee(scale, *rows[knee][:2])
-    x, y = scale.x(baseline_peak), scale.y(0.0)
-    tip = f"without remat: {format_bytes(baseline_peak)}"
-    parts.append(
+    parts += _baseline(scale, baseline_peak)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _baseline(scale: _Scale, peak: int) -> list[str]:
+    x, y, right = scale.x(peak), scale.y(0.0), WIDTH - RIGHT
+    tip = f"without remat: {format_bytes(peak)}"
+    return [
         f'<rect class="baseline" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10">'
-        f"<title>{tip}</title></rect>"
-    )
-    right = WIDTH - RIGHT
-    parts.append(f'<rect class="baseline" x="{right - 10}" y="16" width="10" height="10"/>')
-    parts.append(f'<text x="{right - 16}" y="26" text-anchor="end">{tip}</text></svg>')
-    return "\n".join(parts) + "\n"
+        f"<title>{tip}</title></rect>",
+        f'<rect class="baseline" x="{right - 10}" y="16" width="10" height="10"/>',
+        f'<text x="{right - 16}" y="26" text-anchor="end">{tip}</text>',
+    ]
 
 
 def _knee(scale: _Scale, peak: int, extra: float) -> list[str]:
     x, y = scale.x(peak), scale.y(extra)
     label = f"knee: {format_bytes(peak)}, {extra:+.1%} time"
+    aside, anchor = (12, "start") if x < WIDTH / 2 else (-12, "end")  # towards the middle
     return [
         f'<circle class="knee" cx="{x:.1f}" cy="{y:.1f}" r="8"><title>{label}</title></circle>',
-        f'<text x="{x + 12:.1f}" y="{y - 8:.1f}">{label}</text>',
+        f'<text x="{x + aside:.1f}" y="{y - 8:.1f}" text-anchor="{anchor}">{label}</text>',
     ]
 
 
@@ -118,13 +122,14 @@ def _axes(scale: _Scale) -> list[str]:
         y, label = scale.y(extra), f"{100 * extra:+.3g} %" if abs(extra) > 1e-12 else "0"
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for k in range(5):
-        peak = scale.low + (scale.high - scale.low) * k / 4
+    steps = 4 if scale.high > scale.low else 0  # one peak alone has one label
+    for k in range(steps + 1):
+        peak = scale.low + (scale.high - scale.low) * k / max(1, steps)
         x = scale.x(peak)
         parts.append(f'<text x="{x:.1f}" y="{floor + 20}" text-anchor="middle">')
         parts.append(f"{format_bytes(peak)}</text>")
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">peak, bytes</text>')
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">peak memory</text>')
     return parts
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
+from remat.report.names import block, cut_left, cut_right, file_and_line
 from remat.solvers.errors import BudgetTooSmall
-from remat.solvers.units import format_bytes, format_seconds
+from remat.solvers.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from remat.plans import DecisionRow, LayerRow, PhaseRow, Plan
@@ -51,11 +52,11 @@ def _head(plan: Plan) -> list[str]:
         ("resident", f"{format_bytes(problem.fixed_bytes)} of that: parameters, inputs, state"),
         *_offloaded(plan),
         *_places(plan),
-        ("extra", f"{_percent(plan.extra_time)} time, {_percent(plan.extra_flops)} FLOPs"
+        ("extra", f"{format_share(plan.extra_time)} time, {format_share(plan.extra_flops)} FLOPs"
                   + (f"; costs {problem.cost}" if problem.cost else "")),
         ("gap", _gap(solution)),
     ]  # fmt: skip
-    return [_clip(f"{name:<11}{text}") for name, text in rows]
+    return [cut_right(f"{name:<11}{text}", WIDTH) for name, text in rows]
 
 
 def _predicted(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -94,7 +95,7 @@ def _place_rows(name: str, op: Op | None) -> Iterator[tuple[str, str]]:
         return
     yield name, f"{op.target or op.name}, {op.phase}"
     if op.layer or op.source:
-        yield "", _left(", ".join(part for part in (op.layer, op.source) if part), WIDTH - 11)
+        yield "", cut_left(", ".join(part for part in (op.layer, op.source) if part), WIDTH - 11)
 
 
 def _gap(solution: Solution) -> str:
@@ -128,7 +129,7 @@ def _layers(rows: Sequence[LayerRow]) -> list[str]:
     lines = [head]
     for row in rows:
         lines.append(
-            f"{_left(_named(row.layer), _LAYER_WIDTH):<{_LAYER_WIDTH}} "
+            f"{cut_left(_named(row.layer), _LAYER_WIDTH):<{_LAYER_WIDTH}} "
             f"{_bar(row, longest):<{_BAR_WIDTH}}"
             f"{format_bytes(row.baseline_bytes):>10}{format_bytes(row.kept_bytes):>11}"
             f"{_more_seconds(row.extra_seconds):>11}"
@@ -138,7 +139,7 @@ def _layers(rows: Sequence[LayerRow]) -> list[str]:
 
 def _fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
     """At most ``LAYER_ROWS`` rows: modules joined by block, then all but the largest summed."""
-    folded = _joined(rows, [_block(row.layer) for row in rows])
+    folded = _joined(rows, [block(row.layer) for row in rows])
     if len(folded) <= LAYER_ROWS:
         return folded
     largest = {row.layer for row in sorted(folded, key=lambda row: -_bulk(row))[: LAYER_ROWS - 1]}
@@ -147,13 +148,6 @@ def _fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
         _joined(folded, [row.layer if row.layer in largest else rest for row in folded]),
         key=lambda row: row.layer == rest,
     )
-
-
-def _block(layer: str) -> str:
-    """``transformer.h.3`` for ``transformer.h.3.mlp.act``: a member of a list is a block."""
-    parts = layer.split(".")
-    numbered = [position for position, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbered[0] + 1]) if numbered else layer
 
 
 def _bulk(row: LayerRow) -> int:
@@ -185,19 +179,12 @@ def _decisions(rows: Sequence[DecisionRow]) -> list[str]:
         return []
     lines = [f"the {min(DECISION_ROWS, len(rows))} largest of {len(rows)} decisions"]
     for row in sorted(rows, key=lambda row: -row.bytes)[:DECISION_ROWS]:
-        cost = _more_seconds(row.seconds)
-        head = (
-            f"{row.action:<10}{format_bytes(row.bytes):>10}{cost:>11}  {_clip(row.value, 14):<15}"
-        )
-        source = _left(_file_and_line(row.source), 21)
-        layer = _left(_named(row.layer), WIDTH - len(head) - len(source) - 1)
+        cost, name = _more_seconds(row.seconds), cut_right(row.value, 14)
+        head = f"{row.action:<10}{format_bytes(row.bytes):>10}{cost:>11}  {name:<15}"
+        source = cut_left(file_and_line(row.source), 21)
+        layer = cut_left(_named(row.layer), WIDTH - len(head) - len(source) - 1)
         lines.append(f"{head}{layer} {source}")
     return lines
-
-
-def _file_and_line(source: str) -> str:
-    """``model.py:42`` for ``folder/model.py:42 in forward``."""
-    return source.split(" in ")[0].rsplit("/", 1)[-1]
 
 
 def _notes(notes: Sequence[str]) -> list[str]:
@@ -304,7 +291,7 @@ def peak_place(
         op = replace(
             op,
             target=(op.target or op.name).removesuffix(".default"),
-            source=_file_and_line(op.source),
+            source=file_and_line(op.source),
         )
     return _place(op)
 
@@ -328,10 +315,6 @@ def _named(layer: str) -> str:
     return layer or "(no module)"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:+.1f} %"
-
-
 def _more_seconds(seconds: float) -> str:
     return f"+{format_seconds(seconds)}" if seconds > 0 else ""
 
@@ -343,13 +326,3 @@ def _flops(count: int) -> str:
             scaled = count / unit
             return f"{scaled:.2f} {name}" if scaled < 10 else f"{scaled:.1f} {name}"
     return str(count)
-
-
-def _clip(text: str, width: int = WIDTH) -> str:
-    """Cut at the right: what matters stands first."""
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _left(text: str, width: int) -> str:
-    """Cut at the left: the end of a path tells more than its beginning."""
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from remat.report.names import cut_right
 from remat.solvers.problem import Op
 from remat.solvers.units import format_bytes
 
@@ -45,7 +46,7 @@ def _peak(name: str, row: Row, which: int) -> str:
     op = row[0]
     figure = row[1] if which == 1 else row[2]
     text = f"{name:<11}peak {format_bytes(figure)} at {op.target or op.name}, {op.phase}"
-    return _fit(f"{text}{f', {op.layer}' if op.layer else ''}")
+    return cut_right(f"{text}{f', {op.layer}' if op.layer else ''}", WIDTH)
 
 
 def _chart(rows: Sequence[Row]) -> list[str]:
@@ -78,15 +79,12 @@ def _largest(off: Sequence[Row]) -> list[str]:
         sign = "+" if measured > predicted else ""
         where = [op.target or op.name, op.layer, op.source]
         lines.append(
-            _fit(
+            cut_right(
                 f"{sign + format_bytes(measured - predicted):>11}{format_bytes(predicted):>12}"
-                f"{format_bytes(measured):>12}  {', '.join(part for part in where if part)}"
+                f"{format_bytes(measured):>12}  {', '.join(part for part in where if part)}",
+                WIDTH,
             )
         )
     if len(off) > ROWS:
         lines.append(f"and {len(off) - ROWS} more ops (timeline.largest)")
     return lines
-
-
-def _fit(text: str) -> str:
-    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"

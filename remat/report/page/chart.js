@@ -42,12 +42,13 @@ class Chart {
   }
 
   key(event) {
+    if (event.key === "Escape") this.page.held = false;
     const { stops } = this, here = Math.max(0, stops.indexOf(this.at));
     const far = Math.max(1, Math.round(stops.length / 20));
     const next = {
       ArrowRight: here + 1, ArrowUp: here + 1, ArrowLeft: here - 1, ArrowDown: here - 1,
       PageUp: here + far, PageDown: here - far, Home: 0, End: stops.length - 1,
-      p: stops.indexOf(this.run.peakStep),
+      p: stops.indexOf(this.run.peakStep), P: stops.indexOf(this.run.peakStep),
     }[event.key];
     if (next === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
@@ -75,10 +76,12 @@ class Chart {
     const { problem, groups, groupOfOp } = this.page, wanted = new Set(columns), at = new Map();
     const bytesOf = new Float64Array(groups.length);
     const alive = new Uint8Array(problem.bytes.length), working = groups.length - 1;
+    let writer = working; // the group of the op that ran last
     bytesOf[0] = problem.fixed;
     new Walk(problem, this.run.steps).run(this.run.steps.length, (position, walk) => {
       const step = this.run.steps[position], index = indexOf(step);
       const touched = kindOf(step) === COMPUTE ? problem.writes[index] : [index];
+      if (kindOf(step) === COMPUTE) writer = groupOfOp[index];
       if (position === walk.boundary) touched.concat(problem.tangents).forEach(count);
       else touched.forEach(count);
       function count(value) {
@@ -92,7 +95,7 @@ class Chart {
       const held = Float64Array.from(bytesOf);
       const rest = walk.used - walk.live; // workspace, second copies; below 0: written over
       if (rest >= 0) held[working] += rest;
-      else if (kindOf(step) === COMPUTE) held[groupOfOp[index]] += rest;
+      else held[writer] += rest;
       at.set(position, held);
     });
     return at;
@@ -177,8 +180,9 @@ class Chart {
       pen.stroke();
       pen.setLineDash([]);
       pen.fillStyle = ink.muted;
-      pen.textAlign = "left";
-      pen.fillText(label, x + 4, MARGIN.top - 8);
+      const room = this.width - x - 4 >= pen.measureText(label).width;
+      pen.textAlign = room ? "left" : "right";
+      pen.fillText(label, room ? x + 4 : x - 4, MARGIN.top - 8);
     }
     for (const [bytes, colour, dash] of [[page.data.budget, ink.budget, [7, 4]], [this.replayed(), ink.text, [2, 2]]]) {
       if (bytes === null || bytes < page.low) continue;

@@ -17,8 +17,9 @@ class LayerGraph {
     data.layers.forEach((layer) => {
       const name = blockOf.get(layer);
       if (!rows.has(name)) {
-        rows.set(name, { name: names[name] || "(no module)", ops: 0, sizes: [0, 0, 0, 0, 0], from: new Map() });
+        rows.set(name, { name: names[name] || "(no module)", layers: new Set(), ops: 0, sizes: [0, 0, 0, 0, 0], from: new Map() });
       }
+      rows.get(name).layers.add(layer);
     });
     for (const [layer, ...sizes] of data.rows) {
       const row = rows.get(blockOf.get(layer));
@@ -70,7 +71,7 @@ class LayerGraph {
       .map(([key, bytes]) => `${names[key] || "(no module)"} (${formatBytes(bytes)})`).join(", ");
     const more = row.from.size > 3 ? `, ${row.from.size - 3} more` : "";
     const name = element("button", { class: "link", type: "button", title: "show its decisions",
-      on: { click: () => this.page.search(row.name) } }, row.name);
+      on: { click: () => this.page.showLayers(row.layers, row.name) } }, row.name);
     const parts = [];
     if (held || before) parts.push(`keeps ${formatBytes(held)} (unasked ${formatBytes(before)})`);
     if (moved) parts.push(`offloads ${formatBytes(moved)}`);

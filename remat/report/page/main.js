@@ -212,14 +212,15 @@ class Page {
     note.hidden = !row;
     if (!row) return;
     const lives = this.charts.map((chart) => chart.lives(value).length);
-    note.textContent = `${row.name} (${formatBytes(row.bytes)}, ${row.layer || "no module"}): when it is alive is marked under both charts: ${lives[0]} time${lives[0] === 1 ? "" : "s"} before, ${lives[1]} after.`;
+    note.textContent = `${row.name} (${formatBytes(row.bytes)}, ${row.layer || "no module"}, ${row.source || "no source line"}): when it is alive is marked under both charts: ${lives[0]} time${lives[0] === 1 ? "" : "s"} before, ${lives[1]} after.`;
   }
 
-  search(text) {
-    byId("search").value = text === "(no module)" ? "" : text;
-    this.table.filter();
+  showLayers(layers, name) {
+    byId("search").value = "";
+    byId("action").value = "";
+    this.table.showLayers(layers, name);
     byId("decisions-title").scrollIntoView();
-    byId("search").focus({ preventScroll: true });
+    byId("only").focus({ preventScroll: true });
   }
 }
 

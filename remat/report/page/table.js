@@ -13,11 +13,12 @@ class DecisionTable {
       const layer = names[problem.layer[op]], source = names[problem.source[op]];
       const text = [problem.valueName[value], layer, source, names[problem.target[op]]];
       return {
-        order, value, action, seconds, layer, source, bytes: problem.bytes[value],
+        order, value, action, seconds, layer, source, bytes: problem.bytes[value], at: problem.layer[op],
         name: problem.valueName[value], search: text.join("\n").toLowerCase(), then: null,
       };
     });
     this.rowOf = new Map(this.rows.map((row) => [row.value, row]));
+    this.only = null; // the layers whose decisions are shown: all
     this.sortedBy = "bytes";
     this.down = true;
     this.start = 0;
@@ -28,6 +29,12 @@ class DecisionTable {
     }
     byId("search").addEventListener("input", () => this.filter());
     byId("action").addEventListener("change", () => this.filter());
+    byId("only").addEventListener("click", () => {
+      this.showLayers(null, "");
+      byId("search").focus();
+    });
+    byId("sort").addEventListener("change", () => this.sortBy(byId("sort").value));
+    byId("way").addEventListener("click", () => this.sortBy(this.sortedBy));
     byId("earlier").addEventListener("click", () => this.turn(-ROWS));
     byId("later").addEventListener("click", () => this.turn(ROWS));
     this.filter();
@@ -39,11 +46,20 @@ class DecisionTable {
     this.filter();
   }
 
+  // Only the decisions of these layers (indices of names), or of all where there are none given.
+  showLayers(layers, name) {
+    this.only = layers;
+    byId("only").hidden = !layers;
+    byId("only").textContent = `only ${name} ✕`;
+    byId("only").setAttribute("aria-label", `Only ${name}: show all layers again`);
+    this.filter();
+  }
+
   filter() {
     const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
     const action = byId("action").value;
     this.found = this.rows.filter((row) =>
-      (action === "" || row.action === Number(action)) && words.every((word) => row.search.includes(word)));
+      (!this.only || this.only.has(row.at)) && (action === "" || row.action === Number(action)) && words.every((word) => row.search.includes(word)));
     const key = {
       name: (row) => row.name, layer: (row) => row.layer, source: (row) => row.source,
       bytes: (row) => row.bytes, action: (row) => row.action, seconds: (row) => row.seconds,
@@ -74,6 +90,8 @@ class DecisionTable {
       if (mine) head.setAttribute("aria-sort", this.down ? "descending" : "ascending");
       else head.removeAttribute("aria-sort");
     }
+    byId("sort").value = this.sortedBy;
+    byId("way").textContent = this.down ? "descending ↓" : "ascending ↑";
     this.body.replaceChildren(...shown.map((row) => this.line(row)));
     const bytes = this.found.reduce((sum, row) => sum + row.bytes, 0);
     byId("count").textContent = this.found.length

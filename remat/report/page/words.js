@@ -35,7 +35,7 @@ function drawing(tag, attributes = {}, ...children) {
 }
 
 const byId = (id) => document.getElementById(id);
-const fileAndLine = (source) => source.split(" in ")[0].split("/").pop();
+const fileAndLine = (source) => source.replace(/ in \S*$/, "").split("/").pop();
 const ACTION_WORDS = ["keep", "recompute", "offload"];
 
 // Four to seven round numbers from 0 to `high`; `base` 1024 for bytes.

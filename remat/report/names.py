@@ -1,0 +1,25 @@
+"""Names of layers and source lines, cut to what is shown of them."""
+
+from __future__ import annotations
+
+
+def block(layer: str) -> str:
+    """``transformer.h.3`` for ``transformer.h.3.mlp.act``: a member of a list is a block."""
+    parts = layer.split(".")
+    numbered = [position for position, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbered[0] + 1]) if numbered else layer
+
+
+def file_and_line(source: str) -> str:
+    """``model.py:42`` for ``folder/model.py:42 in forward``."""
+    return source.rsplit(" in ", 1)[0].rsplit("/", 1)[-1]
+
+
+def cut_right(text: str, width: int) -> str:
+    """At most ``width`` characters, the first ones: what matters stands there."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def cut_left(text: str, width: int) -> str:
+    """At most ``width`` characters, the last ones: the end of a path tells more."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
