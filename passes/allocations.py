@@ -5,11 +5,32 @@ from __future__ import annotations
 import time
 from itertools import accumulate
 from types import TracebackType
+from typing import Final
 
 import torch
 
 from remat.passes.torch_private import profiling
 from remat.solvers.errors import RematError
+
+PROFILER_RUNS: Final = (
+    "cannot watch the allocator: a torch profiler is already running on this thread, and torch "
+    "lets only one run there; stop it first"
+)
+
+
+def watched_device(device: torch.device | str) -> torch.device:
+    """The device, if its allocator can be watched.
+
+    Raises:
+        RematError: it is neither cpu nor cuda.
+    """
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise RematError(
+            f"cannot watch the allocator of device {str(found)!r}: "
+            "only cpu and cuda report what they allocate"
+        )
+    return found
 
 
 class Allocations:
@@ -37,12 +58,7 @@ class Allocations:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise RematError(
-                f"cannot watch the allocator of device {str(self.device)!r}: "
-                "only cpu and cuda report what they allocate"
-            )
+        self.device = watched_device(device)
         self.peak = 0
         self.final = 0
         self.seconds = 0.0
@@ -60,10 +76,7 @@ class Allocations:
             if (owner := profiling.yielding()) is not None:
                 owner.make_way()
             if profiling.is_profiling():
-                raise RematError(
-                    "cannot watch the allocator: a torch profiler is already running on this "
-                    "thread, and torch lets only one run there; stop it first"
-                )
+                raise RematError(PROFILER_RUNS)
             profiling.start_memory_events()
         self._entered = time.perf_counter()
         return self

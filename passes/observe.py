@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 
+from remat.passes.allocations import PROFILER_RUNS, watched_device
 from remat.passes.levels import Levels, Segment
 from remat.passes.split import OP_INDEX
 from remat.passes.torch_private import partition as private
@@ -72,12 +73,7 @@ class Observer:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise RematError(
-                f"cannot watch the allocator of device {str(self.device)!r}: "
-                "only cpu and cuda report what they allocate"
-            )
+        self.device = watched_device(device)
         self.levels = Levels(self.device)
         self.runs: list[Run] = []
         self._open: list[Run] = []
@@ -89,10 +85,7 @@ class Observer:
         if self.device.type == "cpu" and (owner := profiling.yielding()) is not None:
             owner.make_way()
         if not self.levels.start():
-            raise RematError(
-                "cannot watch the allocator: a torch profiler is already running on this thread, "
-                "and torch lets only one run there; stop it first"
-            )
+            raise RematError(PROFILER_RUNS)
         _observer = self
         return self
 

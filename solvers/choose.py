@@ -88,17 +88,27 @@ def solve(
         progress=progress,
     )
     judge = _Judge(problem, memory_budget, link)
-    valid = tuple(start for start in starts if judge.hear("start", start))
+    proposal = _propose(solver, request, time_limit, judge)
+    return judge.solution(proposal, time.monotonic() - began)
+
+
+def _propose(solver: str, request: Request, time_limit: float, judge: _Judge) -> Proposal:
+    """Let the judge hear the starts, the solver's plan, and what is left where that does not fit.
+
+    Returns:
+        What the solver claims beside its plan, as far as it holds.
+    """
+    valid = tuple(start for start in request.starts if judge.hear("start", start))
     request = replace(request, starts=valid)
     proposal = _ask(solver, request, judge)
-    if link is not None and solver != "auto":  # proven of schedules without transfers
+    if request.link is not None and solver != "auto":  # proven of schedules without transfers
         proposal = replace(proposal, lower_bound=0.0, infeasible=False)
     judge.hear(solver, proposal.schedule)
     if judge.best is None or (not judge.fits and solver == "auto"):
-        judge.hear("keep", keep_everything(problem))
+        judge.hear("keep", keep_everything(request.problem))
     if not judge.fits and (solver != "auto" or proposal.infeasible):
         _lower(solver, request, time_limit, judge)
-    return judge.solution(proposal, time.monotonic() - began)
+    return proposal
 
 
 def least_peak(

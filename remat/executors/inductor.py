@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -103,39 +103,52 @@ def compile_graph(
     from remat.passes.torch_private import inductor as private
 
     options = private.check_options(inductor_options or {})
-    calls: list[int] = []
-    halves: dict[str, Generated] = {}
+    seen = _Seen(partition)
+    run = private.compile_with_partition(
+        graph,
+        example_inputs,
+        partitioner=private.Partitioner(seen.split, f"{key} donate={donate} apart={hold_apart}"),
+        options=options,
+        donate=donate,
+        hold_apart=hold_apart,
+        on_compiled=seen.compiled,
+    )
+    return InductorGraph(
+        run,
+        partitioned=seen.partitioned,
+        forward=seen.halves.get("forward"),
+        backward=seen.halves.get("backward"),
+        inference=seen.halves.get("inference"),
+    )
 
-    def counted(
-        joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
+
+@dataclass(eq=False)
+class _Seen:
+    """What happens while inductor compiles one step."""
+
+    partition: PartitionFunction
+    partitioned: bool = False
+    halves: dict[str, Generated] = field(default_factory=dict)
+
+    def split(
+        self, joint: fx.GraphModule, joint_inputs: Any, **torch_options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        calls.append(1)
-        return partition(joint, joint_inputs, **torch_options)
+        """Call ``partition``, and remember that it was called."""
+        self.partitioned = True
+        return self.partition(joint, joint_inputs, **torch_options)
 
-    def compiled(half: CompiledHalf) -> None:
-        if half.kind in halves:
+    def compiled(self, half: CompiledHalf) -> None:
+        """Take what was generated for one half.
+
+        Raises:
+            RematError: there is one of that kind already.
+        """
+        if half.kind in self.halves:
             raise RematError(
                 f"inductor compiled two {half.kind} graphs for one step; nested graphs "
                 "(invoke_subgraph) are not in this version"
             )
-        halves[half.kind] = _generated(half)
-
-    run = private.compile_with_partition(
-        graph,
-        example_inputs,
-        partitioner=private.Partitioner(counted, f"{key} donate={donate} apart={hold_apart}"),
-        options=options,
-        donate=donate,
-        hold_apart=hold_apart,
-        on_compiled=compiled,
-    )
-    return InductorGraph(
-        run,
-        partitioned=bool(calls),
-        forward=halves.get("forward"),
-        backward=halves.get("backward"),
-        inference=halves.get("inference"),
-    )
+        self.halves[half.kind] = _generated(half)
 
 
 def _generated(half: CompiledHalf) -> Generated:
