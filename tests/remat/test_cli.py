@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from remat import __version__
-from remat.cli import DONE, FAILED, USAGE, _terminal, main, subcommands
+from remat.cli import DONE, FAILED, INTERRUPTED, USAGE, _terminal, main, subcommands
 from remat.plans import Plan
 
 Captured = pytest.CaptureFixture[str]
@@ -249,6 +249,75 @@ def test_a_reader_that_leaves_early_is_no_error(plan: Plan, tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (DONE, "")
 
 
+def test_a_small_export_to_a_reader_that_left_is_no_error_either() -> None:
+    """It fits into Python's buffer, which is flushed last of all."""
+    reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    reader.wait()
+    done = _command(["export", "--to", "schema"], stdout=reader.stdin)
+    assert reader.stdin is not None
+    reader.stdin.close()
+    assert (done.returncode, done.stderr) == (DONE, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_behind_stdout_is_1_and_no_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        done = _command(["export", "--to", "schema"], stdout=full)
+    assert (done.returncode, done.stderr) == (
+        FAILED, "remat export: cannot print: No space left on device\n"
+    )  # fmt: skip
+
+
+def _command(arguments: list[str], stdout: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "remat.cli", *arguments]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def test_data_is_utf_8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    _terminal.print_data("größer → €")
+    assert raw.getvalue().decode() == "größer → €"
+
+
+def test_closed_streams_are_no_error(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``remat show plan.json >&- 2>&-``: Python has None for both."""
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["show", str(tmp_path / "plan.json")]) == DONE
+    assert main(["compare", str(tmp_path / "plan.json"), str(tmp_path / "plan.json")]) == DONE
+
+
+def test_what_cannot_be_written_is_1_and_the_old_file_stays(
+    planner: Planner, here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (here / "plan.json").write_text("mine")
+    monkeypatch.setattr(Path, "replace", full)
+    line = ["plan", "steps_of_a_user:two", "--memory-budget", "8GiB", "--force", "-o", "plan.json"]
+    assert main(line) == FAILED
+    assert "remat plan: cannot write plan.json: No space left on device" in capsys.readouterr().err
+    assert (here / "plan.json").read_text() == "mine"
+    assert [path.name for path in here.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_an_interruption_is_no_traceback(
+    planner: Planner, here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["remat.api"], "plan", interrupted)
+    assert main(["plan", "steps_of_a_user:two", "--memory-budget", "8GiB"]) == INTERRUPTED
+    assert capsys.readouterr().err == "remat plan: interrupted\n"
+
+
 class Terminal(io.StringIO):
     """A stderr that says it is a terminal."""
 
@@ -275,8 +344,7 @@ def test_a_spinner_turns_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert started.wait(60)
         show(None, 1.0)
         show(2.0, 1.9)
-        painted = threading.Event()
-        painted.wait(0.3)  # the status paints itself some twelve times a second
+        threading.Event().wait(0.3)  # the status paints itself some twelve times a second
     assert "planning" in terminal.getvalue()
     assert "a plan of 2.00 s, at most 5.00% from the best" in terminal.getvalue()
 

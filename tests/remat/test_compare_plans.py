@@ -61,6 +61,7 @@ def test_another_plan_for_the_same_question(plan: Plan, kept: Plan) -> None:
     ("changed", "cause"),
     [
         ({"memory_budget": None}, Cause("budget", "1.42 KiB → none")),
+        ({"memory_budget": 1451}, Cause("budget", "1450 bytes → 1451 bytes")),
         ({"torch_version": "2.14.0"}, Cause("torch", "2.13.0+cpu → 2.14.0")),
         ({"device": "h100"}, Cause("device", "cpu → h100")),
         ({"executor": "inductor"}, Cause("executor", "eager → inductor")),
@@ -160,6 +161,11 @@ def test_steps_are_compared_too(plan: Plan, kept: Plan) -> None:
         "kind", "one graph → a step of 1 graph call"
     )
     assert "peak" in str(found)
+    empty = join([], [], 1000)
+    nothing = dataclasses.replace(
+        plan.solution, schedule=Schedule(()), timeline=simulate(empty.problem, Schedule(()))
+    )
+    assert "peak" in str(compare(plan, StepPlan(2000, (), empty, nothing, Schedule(()))))
 
 
 def test_the_command(plan: Plan, kept: Plan, tmp_path: Path, capsys: Captured) -> None:

@@ -81,6 +81,14 @@ def test_a_budget_below_the_floor_is_refused_in_words(capsys: pytest.CaptureFixt
     assert "too small" in capsys.readouterr().err
 
 
+def test_a_budget_that_is_none_is_known_before_anything_is_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("remat.cli._training.train", lambda *_: pytest.fail("trained"))
+    assert main(["demo", "--memory-budget", "8 potatoes"]) == 1
+    assert "memory_budget='8 potatoes' is no byte size" in capsys.readouterr().err
+
+
 def test_without_transformers_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,22 @@ def test_what_fails_is_the_exit_code(capsys: Captured, monkeypatch: Patch) -> No
     ]
 
 
+def test_a_check_that_breaks_is_a_finding(capsys: Captured, monkeypatch: Patch) -> None:
+    def broken() -> Iterator[Finding]:
+        yield Finding("ok", "cpu", "there")
+        raise RuntimeError("no device answers")
+
+    def sound() -> Iterator[Finding]:
+        yield Finding("ok", "solver", "there")
+
+    monkeypatch.setattr(_checks, "CHECKS", (broken, sound))
+    assert main(["doctor"]) == FAILED
+    printed = capsys.readouterr().out
+    assert "FAILS  broken      could not be looked at: RuntimeError: no device answers" in printed
+    assert "solver      there" in printed
+    assert printed.endswith("would not work: broken\n")
+
+
 def test_without_torch_nothing_else_is_tried(capsys: Captured, monkeypatch: Patch) -> None:
     def no_torch() -> Iterator[Finding]:
         yield Finding("fails", "torch", "cannot be imported")

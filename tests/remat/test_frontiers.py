@@ -15,8 +15,7 @@ from torch import nn
 import remat
 import remat.frontiers
 from remat.cli import DONE, FAILED, main
-from remat.frontiers import knee_of
-from remat.report.curve import frontier_curve
+from remat.report.curve import frontier_curve, knee_of
 from remat.report.svg import frontier_svg
 from remat.solvers.errors import InvalidOption
 
@@ -67,6 +66,24 @@ def test_a_curve_of_one_height_can_be_drawn() -> None:
     picture = frontier_svg([(1024, 0.0, 0.0), (2048, 0.0, 0.0)], 2048)
     assert ElementTree.fromstring(picture).tag.endswith("svg")
     assert frontier_curve([(1024, 0.0, 0.0), (2048, 0.0, 0.0)], 2048)
+
+
+def test_a_curve_of_one_point_or_none_can_be_drawn(curve: remat.frontiers.Frontier) -> None:
+    picture = frontier_svg([(2048, 0.0, 0.0)], 2048)
+    assert picture.count("\n2.00 KiB</text>") == 1, "labels in one place are one label"
+    empty = replace(curve, points=())
+    assert empty.knee is None
+    assert "no plan was found for any budget" in str(empty)
+    assert "B" in empty.plot().splitlines()[-3]
+
+
+def test_a_knee_at_the_right_is_named_towards_the_middle() -> None:
+    rows = [(100, 1.0, 0.0), (900, 0.01, 0.0), (1000, 0.0, 0.0)]
+    root = ElementTree.fromstring(frontier_svg(rows, 1000, knee=1))
+    (name,) = [
+        item for item in root.iter() if (item.text or "").startswith("knee") and item.get("x")
+    ]
+    assert name.get("text-anchor") == "end"
 
 
 @pytest.mark.parametrize(
@@ -154,3 +171,9 @@ def test_the_command_prints_curve_and_table(
 def test_a_budget_has_no_meaning_here() -> None:
     with pytest.raises(InvalidOption, match="every budget"):
         remat.frontier(Net(), (torch.randn(2, 64),), memory_budget=0.5)
+
+
+def test_one_point_is_no_curve_and_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remat.frontiers, "plan", lambda *_, **__: pytest.fail("captured"))
+    with pytest.raises(InvalidOption, match="points is 1; a frontier has at least 2, its two ends"):
+        remat.frontier(Net(), (torch.randn(2, 64),), points=1)

@@ -134,6 +134,13 @@ def _change(path: list[str], value: Any) -> Callable[[dict[str, Any]], None]:
         (_change(["problem", "ops"], []), "the stored plan cannot run: nobody writes the output"),
         (lambda data: data.pop("least_peak"), "malformed plan: KeyError 'least_peak'"),
         (lambda data: data.pop("solution"), "malformed plan: KeyError 'solution'"),
+        (_change(["device"], None), "malformed plan: TypeError device is None, which is no text"),
+        (_change(["least_peak"], "9"), "least_peak is '9', which is no number of bytes"),
+        (_change(["replayed_peak"], 1.5), "replayed_peak is 1.5, which is no number of bytes"),
+        (_change(["solution", "status"], "good"), "the status 'good' is none of optimal, feasible"),
+        (_change(["solution"], 7), "malformed plan: TypeError"),
+        (_change(["solution", "solve_time"], "x"), "solve_time is 'x', which is no number of sec"),
+        (_change(["solution", "lower_bound"], "x"), "lower_bound is 'x', which is no number of s"),
     ],
 )
 def test_an_edited_plan_is_refused(

@@ -35,6 +35,8 @@ def test_a_plan_that_two_calls_share_is_stored_once(step_plan: StepPlan) -> None
     [
         ("format", "remat.plan/1", "reads 'remat.step/1' as the plan of a step"),
         ("calls", [0, 7], "malformed plan: IndexError"),
+        ("calls", [0, -1], "a call is of plan -1; it must be an index"),
+        ("memory_budget", "8GiB", "memory_budget is '8GiB', which is no number of bytes"),
         ("resident", 999, "the solution belongs to another problem"),
         ("baseline", [["compute", 0]], "the stored plan cannot run"),
         ("phases", [{"kind": "sideways", "call": 0, "beside": 0}], "unknown phase"),
@@ -112,6 +114,8 @@ def test_every_kind_of_plan_follows_the_schema(plan: Plan, step_plan: StepPlan) 
         assert list(validator.iter_errors(json.loads(json.dumps(data)))) == [], name
     wrong: list[tuple[str, Any]] = [
         ("format", "remat.plan/2"), ("baseline", [["jump", 0]]), ("notes", [1]), ("device", None),
+        ("memory_budget", "8GiB"), ("graph_hash", "no hash"), ("problem", {}), ("link", {}),
+        ("solution", {**plan.to_json()["solution"], "status": "good"}),
     ]  # fmt: skip
     for field, value in wrong:
         data = json.loads(json.dumps({**plan.to_json(), field: value}))

@@ -12,6 +12,7 @@ import pytest
 
 from remat.plans import LayerRow, Plan
 from remat.report import text
+from remat.report.names import block, file_and_line
 from remat.report.text import budget_too_small, plan_text
 from remat.solvers.choose import solve
 from remat.solvers.offload import least_peak_with_offload
@@ -78,12 +79,13 @@ def test_decisions_name_bytes_layer_and_source_line(plan: Plan) -> None:
 
 
 def test_a_source_is_shown_by_file_and_line() -> None:
-    assert text._file_and_line("transformers/gpt2/modeling.py:312 in forward") == "modeling.py:312"
-    assert text._file_and_line("") == ""
+    assert file_and_line("all in one/m.py:3 in forward") == "m.py:3"
+    assert file_and_line("transformers/gpt2/modeling.py:312 in forward") == "modeling.py:312"
+    assert file_and_line("") == ""
 
 
 @pytest.mark.parametrize(
-    ("layer", "block"),
+    ("layer", "expected"),
     [
         ("transformer.h.3.mlp.act", "transformer.h.3"),
         ("encoder.stages.0.layers.2.conv", "encoder.stages.0"),
@@ -93,8 +95,8 @@ def test_a_source_is_shown_by_file_and_line() -> None:
         ("", ""),
     ],
 )
-def test_blocks_are_members_of_lists(layer: str, block: str) -> None:
-    assert text._block(layer) == block
+def test_blocks_are_members_of_lists(layer: str, expected: str) -> None:
+    assert block(layer) == expected
 
 
 def test_notes_are_shown_and_many_are_counted(plan: Plan) -> None:
@@ -125,6 +127,14 @@ def test_the_status_is_said(plan: Plan, status: str, words: str) -> None:
 
 def test_printing_a_plan_is_its_text(plan: Plan) -> None:
     assert str(plan) == plan_text(plan)
+
+
+def test_no_change_has_no_minus(plan: Plan) -> None:
+    """A float that is a rounding error below another is not less."""
+    seconds = plan.baseline_timeline.seconds * (1 - 1e-12)
+    timeline = dataclasses.replace(plan.solution.timeline, seconds=seconds)
+    solution = dataclasses.replace(plan.solution, timeline=timeline)
+    assert "extra      +0.0 % time" in plan_text(dataclasses.replace(plan, solution=solution))
 
 
 def test_no_budget_is_said(plan: Plan) -> None:
