@@ -16,8 +16,8 @@ from torch import fx
 from remat.options import Options
 from remat.plans import Plan, Unplanned
 from remat.session import Session
-from remat.sharing import StepPlan
 from remat.solvers.errors import InvalidOption
+from remat.step_plan import StepPlan
 
 # By the id of the object, which its session keeps alive; a session lives as long as its graphs.
 _SESSIONS: Final[WeakValueDictionary[int, Session]] = WeakValueDictionary()

@@ -20,7 +20,7 @@ from remat.solvers.problem import Problem
 from remat.solvers.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from remat.sharing import StepPlan
+    from remat.step_plan import StepPlan
 
 Subject = Literal[
     "kind", "budget", "code", "torch", "device", "executor", "costs", "resident", "solver",

@@ -17,8 +17,8 @@ from remat.options import Options
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
 from remat.session import Session
-from remat.sharing import StepPlan
 from remat.solvers.errors import RematError
+from remat.step_plan import StepPlan
 
 _UNCOMPILED: Final = Unplanned(
     "torch ran this call without compiling it: its limit of graphs for one function is reached "

@@ -10,10 +10,9 @@ from remat.files import write_whole
 from remat.plans import Plan
 from remat.report.events import Scheduled
 from remat.solvers.errors import InvalidOption
-from remat.solvers.simulate import simulate
 
 if TYPE_CHECKING:
-    from remat.sharing import StepPlan
+    from remat.step_plan import StepPlan
 
 Format = Literal["snapshot", "chrome", "json", "graphviz"]
 
@@ -90,19 +89,16 @@ def scheduled(plan: Plan | StepPlan) -> Scheduled:
             baseline=plan.baseline,
             baseline_timeline=plan.baseline_timeline,
             memory_budget=plan.memory_budget,
-            code_peak=plan.replayed_peak,
+            code_peak=None if plan.executor == "eager" else plan.replayed_peak,
             link=plan.link,
         )
-    from remat.step_page import problem_by_call
-
-    problem = problem_by_call(plan)
     return Scheduled(
-        title=f"remat plan of {problem.name}",
-        problem=problem,
+        title=f"remat plan of {plan.problem.name}",
+        problem=plan.problem,
         schedule=plan.solution.schedule,
         timeline=plan.solution.timeline,
         baseline=plan.baseline,
-        baseline_timeline=simulate(problem.unrestricted, plan.baseline),
+        baseline_timeline=plan.baseline_timeline,
         memory_budget=plan.memory_budget,
         link=plan.link,
     )

@@ -15,8 +15,7 @@ from remat.compilation import CompiledGraph, compile_graph
 from remat.partitioner import Ledger
 from remat.passes.storages import main_device
 from remat.passes.torch_private import autograd
-from remat.plans import Plan, Unplanned
-from remat.sharing import PLACE
+from remat.plans import IN_STEP, Plan, Unplanned
 from remat.solvers.schedule import Schedule
 from remat.solvers.units import format_bytes
 
@@ -168,8 +167,8 @@ class GraphRunner:
         made = compile_graph(self._graph, inputs, options, self._ledger(inputs))
         if isinstance(made.plan, Plan):
             note = (
-                f"{PLACE} the least peak of this graph alone; there are several, and the sequence "
-                "of their calls is not known yet"
+                f"{IN_STEP} the least peak of this graph alone; there are several, and the "
+                "sequence of their calls is not known yet"
             )
             made = CompiledGraph(
                 made.run, dataclasses.replace(made.plan, notes=(*made.plan.notes, note))

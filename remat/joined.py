@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
 from remat.solvers.problem import Op, Problem, Value
 from remat.solvers.schedule import Schedule, Step, Timeline, with_frees
 
-EAGER = "eager code between the graphs"
+EAGER: Final = "eager code between the graphs"
+BETWEEN: Final = "between the graphs"
+"""The layer of what belongs to no call, in :attr:`Joined.problem_by_call`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,19 @@ class Joined:
     origin: tuple[tuple[int, int] | None, ...]
     phase_of: tuple[int, ...]
     owner: tuple[tuple[int, int] | None, ...]
+
+    @property
+    def problem_by_call(self) -> Problem:
+        """The problem with layers named by their call, where there are several: two graphs may have
+        one name for two layers.
+        """
+        several, ops = len(self.calls) > 1, []
+        for op, origin in zip(self.problem.ops, self.origin, strict=True):
+            layer = BETWEEN if origin is None else op.layer
+            if several and origin is not None:
+                layer = f"call.{origin[0]}.{op.layer}".removesuffix(".")
+            ops.append(replace(op, layer=layer))
+        return replace(self.problem, ops=tuple(ops))
 
     def schedule(self, schedules: Sequence[Schedule]) -> Schedule:
         """One schedule for each call, as one of the whole step."""

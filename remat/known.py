@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remat.graphs import GraphRunner
-from remat.sharing import Recorded, StepPlan
+from remat.sharing import Recorded
+from remat.step_plan import StepPlan
 from remat.steps import Step
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from remat.plan_rows import (
     DecisionRow,
@@ -28,6 +28,10 @@ from remat.solvers.units import format_bytes
 
 if TYPE_CHECKING:
     from remat.report.html_curve import Curve
+
+
+IN_STEP: Final = "in the step:"
+"""How the note begins that says what place a plan has in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,18 @@ class Plan:
             least_peak=least,
             replayed_peak=replayed,
         )
+
+    @property
+    def in_step(self) -> bool:
+        """Whether it is one call of a step that was planned as a whole: what else is alive beside
+        it differs from phase to phase, and only the step's plan knows.
+        """
+        return any(note.startswith(f"{IN_STEP} call ") for note in self.notes)
+
+    @property
+    def several_calls(self) -> bool:
+        """False: it is the plan of one call."""
+        return False
 
     @property
     def extra_time(self) -> float:

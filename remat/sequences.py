@@ -22,9 +22,10 @@ from remat.measurement import resident_tensors
 from remat.options import Options
 from remat.passes.storages import main_device
 from remat.plans import Plan, Unplanned
-from remat.sharing import Recorded, StepPlan, peak_of_step, share
+from remat.sharing import Recorded, peak_of_step, share
 from remat.solvers.errors import BudgetTooSmall
 from remat.solvers.units import format_bytes
+from remat.step_plan import StepPlan
 from remat.steps import Step
 
 MOST_SEQUENCES: Final = 8

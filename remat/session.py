@@ -25,9 +25,9 @@ from remat.passes.choices import is_known, unknown_pattern
 from remat.passes.torch_private import dynamo
 from remat.plans import Plan, Unplanned
 from remat.sequences import Sequences
-from remat.sharing import StepPlan
 from remat.solvers.errors import BudgetTooSmall, CaptureError
 from remat.solvers.units import format_bytes
+from remat.step_plan import StepPlan
 
 
 class UnplannedWarning(UserWarning):

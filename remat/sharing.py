@@ -1,4 +1,4 @@
-"""One byte budget over the graphs of a step: the global solve, and its plan.
+"""One byte budget over the graphs of a step: the global solve, which makes its plan.
 
 The recorded step becomes one joined problem (:mod:`remat.joined`), which the solvers of a single
 graph solve; every call then gets its part of the schedule.
@@ -6,21 +6,19 @@ graph solve; every call then gets its part of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from remat.budget import machine_memory
 from remat.cache import known_plans
 from remat.cost.device import find_device
-from remat.joined import Joined, Phase, join, kept_bytes
+from remat.joined import Joined, Phase, join
 from remat.options import Options
 from remat.partitioner import untouched
 from remat.plan_log import STEP_PLAN, log_plan
-from remat.plans import Plan
+from remat.plans import IN_STEP, Plan
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
 from remat.solvers.errors import BudgetTooSmall
@@ -28,13 +26,8 @@ from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule, Solution
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
-from remat.solvers.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from remat.report.html_curve import Curve
-
-PLACE: Final = "in the step:"
-"""How the note begins that says what place a plan has in a step."""
+from remat.solvers.units import format_bytes
+from remat.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -57,176 +50,6 @@ class Recorded:
         """The problem of the whole step, with that many bytes resident."""
         problems = [replace(plan.problem, fixed_bytes=0) for plan in self.plans]
         return join(problems, self.phases, resident)
-
-
-@dataclass(frozen=True, repr=False)
-class StepPlan:
-    """How the graphs of one step, and the code outside them, share a memory budget.
-
-    Sizes in bytes, times in seconds.
-
-    Attributes:
-        memory_budget: of the whole step.
-        plans: one for each call of a graph, in the order of their forwards; a graph that is called
-            several times stands there as often.
-        joined, solution: the problem of the whole step, and the solver's answer.
-        baseline: what the executor does unasked.
-        least_peak: the smallest peak a plan was found for; None if nobody had to know.
-    """
-
-    memory_budget: int
-    plans: tuple[Plan, ...]
-    joined: Joined
-    solution: Solution
-    baseline: Schedule
-    least_peak: int | None = None
-
-    @property
-    def link(self) -> Link | None:
-        """How fast values could be offloaded; None: none may be."""
-        return self.plans[0].link if self.plans else None
-
-    @property
-    def peak(self) -> int:
-        """Predicted peak of the whole step, resident bytes included."""
-        return self.solution.peak
-
-    @property
-    def baseline_peak(self) -> int:
-        """Predicted peak without remat."""
-        return simulate(self.joined.problem.unrestricted, self.baseline).peak
-
-    @property
-    def extra_time(self) -> float:
-        """Predicted time in the graphs over the baseline's: 0.08 is 8 % more."""
-        old = simulate(self.joined.problem.unrestricted, self.baseline).seconds
-        return self.solution.seconds / old - 1 if old > 0 else 0.0
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """Predicted peak of every phase of ``joined.phases``."""
-        return self.joined.peaks(self.solution.schedule, self.solution.timeline)
-
-    @property
-    def beside_bytes(self) -> int:
-        """Bytes at the peak that no graph holds: gradients made before, what passes between the
-        graphs, what eager code holds.
-        """
-        peaks = self.peaks
-        return self.joined.phases[max(range(len(peaks)), key=lambda at: peaks[at])].beside
-
-    @property
-    def eager_peak(self) -> int:
-        """Predicted peak while code runs that no graph holds; 0 if there is none."""
-        rows = zip(self.joined.phases, self.peaks, strict=True)
-        return max((peak for phase, peak in rows if phase.kind == "eager"), default=0)
-
-    def __str__(self) -> str:
-        resident = self.joined.problem.fixed_bytes
-        least = "" if self.least_peak is None else f", least {format_bytes(self.least_peak)}"
-        seconds = format_seconds(self.solution.solve_time)
-        lines = [
-            f"step       {len(self.plans)} graph call{'s' * (len(self.plans) > 1)}",
-            f"budget     {format_bytes(self.memory_budget)}",
-            f"peak       {format_bytes(self.peak)} (without remat "
-            f"{format_bytes(self.baseline_peak)}{least})",
-            f"resident   {format_bytes(resident)} of that: parameters, inputs, state",
-            f"beside     {format_bytes(self.beside_bytes)} of that: gradients, what passes between "
-            "graphs, eager code",
-            f"eager      peak {format_bytes(self.eager_peak)} while code outside the graphs runs",
-            f"extra      {100 * self.extra_time:+.1f} % time in the graphs "
-            f"({self.solution.solver}, {seconds})",
-            "",
-            f"{'phase':<14}{'beside':>12}{'kept':>12}{'peak':>12}",
-        ]
-        for phase, peak in zip(self.joined.phases, self.peaks, strict=True):
-            name = phase.kind if phase.call < 0 else f"{phase.kind} {phase.call}"
-            kept = self.kept_bytes(phase.call) if phase.kind == "forward" else 0
-            lines.append(
-                f"{name:<14}{format_bytes(phase.beside):>12}"
-                f"{format_bytes(kept) if kept else '':>12}{format_bytes(peak):>12}"
-            )
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return (
-            f"<StepPlan {len(self.plans)} calls budget {format_bytes(self.memory_budget)} peak "
-            f"{format_bytes(self.peak)} extra time {self.extra_time:.1%}>"
-        )
-
-    def kept_bytes(self, call: int) -> int:
-        """Bytes that call keeps for its backward, what it returns aside."""
-        plan = self.plans[call]
-        return kept_bytes(plan.problem, plan.solution.schedule)
-
-    def shifted(self, change: int, *, budget_too: bool) -> StepPlan:
-        """The same plans with ``change`` more bytes resident.
-
-        Args:
-            budget_too: the budget is a fraction, and moves along.
-        """
-        budget = self.memory_budget + (change if budget_too else 0)
-        fixed_bytes = self.joined.problem.fixed_bytes + change
-        problem = replace(self.joined.problem, fixed_bytes=fixed_bytes)
-        solution = replace(
-            self.solution,
-            problem_key=problem.key,
-            timeline=simulate(problem, self.solution.schedule, self.link),
-            memory_budget=budget,
-            peak_lower_bound=self.solution.peak_lower_bound + change,
-        )
-        return StepPlan(
-            memory_budget=budget,
-            plans=tuple(plan.shifted(change, budget_too=budget_too) for plan in self.plans),
-            joined=replace(self.joined, problem=problem),
-            solution=solution,
-            baseline=self.baseline,
-            least_peak=None if self.least_peak is None else self.least_peak + change,
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Write canonical JSON, gzip-compressed where the path ends in ``.gz``."""
-        from remat.step_json import save_step_plan
-
-        save_step_plan(self, path)
-
-    @staticmethod
-    def load(path: str | Path) -> StepPlan:
-        """Read what :meth:`save` wrote, and simulate it again.
-
-        Raises:
-            PlanMismatch: it is no plan of a step, or its figures do not follow from its steps.
-            OSError: it cannot be read.
-        """
-        from remat.step_json import load_step_plan
-
-        return load_step_plan(path)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON data in the format ``remat.step/1``."""
-        from remat.step_json import step_plan_to_json
-
-        return step_plan_to_json(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> StepPlan:
-        """The inverse of :meth:`to_json`; raises as :meth:`load` does."""
-        from remat.step_json import step_plan_from_json
-
-        return step_plan_from_json(data)
-
-    def to_html(self, path: str | Path, *, frontier: Curve | None = None) -> None:
-        """Write one self-contained page, as :meth:`remat.Plan.to_html` does for one graph."""
-        from remat.report.html import write_page
-        from remat.step_page import subject_of_step
-
-        write_page(path, subject_of_step(self), None if frontier is None else frontier.points)
-
-    def peak_beside(self, phases: Sequence[Phase], resident: int) -> int:
-        """The peak of these plans where other bytes are alive beside the graphs."""
-        joined = join(self.joined.calls, phases, resident)
-        schedule = joined.schedule([plan.solution.schedule for plan in self.plans])
-        return simulate(joined.problem, schedule, self.link).peak
 
 
 def peak_of_step(plan: Plan, phases: Sequence[Phase]) -> int:
@@ -409,7 +232,7 @@ def _plans(
                 # Alone, a plan holds what it returns until backward ends; the caller may drop it.
                 replayed_peak=peak if own > peak else None,
                 notes=(
-                    *(note for note in plan.notes if not note.startswith(PLACE)),
+                    *(note for note in plan.notes if not note.startswith(IN_STEP)),
                     _note(joined, solution, call),
                 ),
             )
@@ -419,7 +242,7 @@ def _plans(
 
 def _note(joined: Joined, solution: Solution, call: int) -> str:
     return (
-        f"{PLACE} call {call + 1} of {len(joined.calls)} in one that peaks at "
+        f"{IN_STEP} call {call + 1} of {len(joined.calls)} in one that peaks at "
         f"{format_bytes(solution.peak)}; what the other graphs and the code between them hold "
         "while it runs counts as resident here"
     )

@@ -26,9 +26,9 @@ from remat.plan_json import (
     write_json,
 )
 from remat.plans import Plan
-from remat.sharing import StepPlan
 from remat.solvers.errors import PlanMismatch
 from remat.solvers.simulate import simulate
+from remat.step_plan import StepPlan
 
 STEP_FORMAT: Final = "remat.step/1"
 

@@ -11,7 +11,7 @@ from remat.plans import Plan
 from remat.solvers.errors import PlanMismatch
 
 if TYPE_CHECKING:
-    from remat.sharing import StepPlan
+    from remat.step_plan import StepPlan
 
 
 def load_plan_or_step(path: str | Path) -> Plan | StepPlan:

@@ -14,10 +14,10 @@ from remat.passes.allocations import Allocations
 from remat.passes.observe import Observer, Run
 from remat.plans import Plan, Unplanned
 from remat.report.timeline import timeline_text
-from remat.sharing import StepPlan
 from remat.solvers.errors import InvalidOption, RematError
 from remat.solvers.problem import Op
 from remat.solvers.schedule import Schedule
+from remat.step_plan import StepPlan
 
 EVERY_SEQUENCE_KNOWN: Final = 3
 """Calls after which a step of several graphs runs with its final plan."""
@@ -65,6 +65,15 @@ class MeasuredTimeline:
     resident: int
 
     @property
+    def peak_outside(self) -> int | None:
+        """The plan's peak, where it is not in a graph but in code outside them, which is not
+        watched: :func:`remat.measure` sees it. None where it is in a graph.
+        """
+        if isinstance(self.plan, Plan) or self.plan.eager_peak < self.plan.peak:
+            return None
+        return self.plan.peak
+
+    @property
     def predicted_peak(self) -> int:
         """Highest bytes predicted for any op that was seen."""
         return max((op.predicted for op in self.ops), default=self.resident)
@@ -80,9 +89,8 @@ class MeasuredTimeline:
         return tuple(off[:count])
 
     def __str__(self) -> str:
-        return timeline_text(
-            [(row.op, row.predicted, row.measured) for row in self.ops], self.unseen, self.resident
-        )
+        rows = [(row.op, row.predicted, row.measured) for row in self.ops]
+        return timeline_text(rows, self.unseen, self.resident, self.peak_outside)
 
     def __repr__(self) -> str:
         return (

@@ -47,9 +47,10 @@ def subject_of(plan: Plan) -> Subject:
         solution=plan.solution,
         baseline=plan.baseline,
         baseline_timeline=plan.baseline_timeline,
-        memory_budget=plan.memory_budget,
+        # Of a step: what a change would do to its peak is not known here.
+        memory_budget=None if plan.in_step else plan.memory_budget,
         peak=plan.peak,
-        replayed_peak=plan.replayed_peak,
+        replayed_peak=None if plan.executor == "eager" else plan.replayed_peak,
         least_peak=plan.least_peak,
         extra_time=plan.extra_time,
         extra_flops=plan.extra_flops,

@@ -28,7 +28,6 @@ SEEN: Final = 0.01  # of all bytes
 GROUPS: Final = 12  # as many colours as can be told apart when they lie in order
 OTHER: Final = "other layers"
 NO_MODULE: Final = "(no module)"
-_CALL: Final = re.compile(r"call\.\d+(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _data(subject: Subject) -> dict[str, Any]:
         "after": _steps(schedule),
         "decisions": _decisions(problem, schedule),
         "layers": [names.of(layer) for layer in layers],
-        "blocks": [names.of(block_of(layer, calls) or NO_MODULE) for layer in layers],
+        "blocks": [names.of(block(layer, several_calls=calls) or NO_MODULE) for layer in layers],
         "groupOf": group_of,
         "groups": labels,
         "rows": [
@@ -182,15 +181,6 @@ def _decisions(problem: Problem, schedule: Schedule) -> list[list[float]]:
     ]  # fmt: skip
 
 
-def block_of(layer: str, calls: bool) -> str:
-    """The block of a layer; where ``calls``, a name may begin with that of its call.
-
-    ``call.1.h.3`` for ``call.1.h.3.mlp``, in which the call is no member of a list of modules.
-    """
-    called = _CALL.match(layer) if calls else None
-    return layer[: called.end()] + block(layer[called.end() :]) if called else block(layer)
-
-
 def groups(
     layers: Sequence[str], weights: Mapping[str, int], calls: bool = False
 ) -> tuple[list[str], list[int]]:
@@ -201,9 +191,9 @@ def groups(
 
     Args:
         weights: bytes each layer makes.
-        calls: the layers are those of several calls: see :func:`block_of`.
+        calls: the layers are those of several calls: see :func:`remat.report.names.block`.
     """
-    own = [block_of(layer, calls) for layer in layers]
+    own = [block(layer, several_calls=calls) for layer in layers]
     blocks = list(dict.fromkeys(own))
     name_of = dict(zip(blocks, blocks, strict=True))
     if len(blocks) > GROUPS:

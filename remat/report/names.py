@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
 
-def block(layer: str) -> str:
-    """``transformer.h.3`` for ``transformer.h.3.mlp.act``: a member of a list is a block."""
+_CALL: Final = re.compile(r"call\.\d+(\.|$)")
+
+
+def block(layer: str, *, several_calls: bool = False) -> str:
+    """``transformer.h.3`` for ``transformer.h.3.mlp.act``: a member of a list is a block.
+
+    Args:
+        several_calls: the name may begin with that of its call, ``call.1.h.3.mlp``, in which the
+            call is no member of a list of modules.
+    """
+    called = _CALL.match(layer) if several_calls else None
+    if called:
+        return called[0] + block(layer[called.end() :])
     parts = layer.split(".")
     numbered = [position for position, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbered[0] + 1]) if numbered else layer

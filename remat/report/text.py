@@ -13,6 +13,7 @@ from remat.solvers.units import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from remat.plans import DecisionRow, LayerRow, PhaseRow, Plan
+    from remat.report.judged import Judged
     from remat.solvers.problem import Op, Problem
     from remat.solvers.schedule import Schedule, Solution, Timeline
 
@@ -28,10 +29,32 @@ _BAR_WIDTH: Final = 15
 
 def plan_text(plan: Plan) -> str:
     """Budget, peak and where it is, extra time by phase, gap, bytes by layer, decisions, notes."""
+    extra = f"{format_share(plan.extra_time)} time, {format_share(plan.extra_flops)} FLOPs"
+    return sections_of(plan, _head(plan), extra, _phases(plan.phases))
+
+
+def sections_of(
+    plan: Judged, head: Sequence[tuple[str, str]], extra: str, phases: Sequence[str]
+) -> str:
+    """The report on a plan, of a graph or of a step.
+
+    Args:
+        head: what it begins with, as rows of a name and a text.
+        extra: what it costs.
+        phases: lines of its phases.
+    """
+    costs = plan.problem.cost
+    rows = [
+        *head,
+        *_offloaded(plan),
+        *_places(plan),
+        ("extra", extra + (f"; costs {costs}" if costs else "")),
+        ("gap", _gap(plan.solution)),
+    ]
     sections = (
-        _head(plan),
-        _phases(plan.phases),
-        _layers(plan.by_layer()),
+        [cut_right(f"{name:<11}{text}", WIDTH) for name, text in rows],
+        phases,
+        _layers(plan.by_layer(), plan.several_calls),
         _decisions(tuple(plan.decisions.values())),
         _notes(plan.notes),
     )
@@ -39,34 +62,37 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in lines.splitlines())
 
 
-def _head(plan: Plan) -> list[str]:
-    solution, problem = plan.solution, plan.problem
+def _head(plan: Plan) -> list[tuple[str, str]]:
+    problem = plan.problem
     budget = "none" if plan.memory_budget is None else format_bytes(plan.memory_budget)
     least = "" if plan.least_peak is None else f", least {format_bytes(plan.least_peak)}"
-    rows = [
+    return [
         ("plan", f"{problem.name or plan.graph_hash[:12]}, {plan.executor} on {plan.device}"),
         ("budget", budget),
         ("peak", f"{format_bytes(plan.peak)} (without remat {format_bytes(plan.baseline_peak)}"
                  f"{least})"),
         *_predicted(plan),
-        ("resident", f"{format_bytes(problem.fixed_bytes)} of that: parameters, inputs, state"),
-        *_offloaded(plan),
-        *_places(plan),
-        ("extra", f"{format_share(plan.extra_time)} time, {format_share(plan.extra_flops)} FLOPs"
-                  + (f"; costs {problem.cost}" if problem.cost else "")),
-        ("gap", _gap(solution)),
+        _resident(plan),
     ]  # fmt: skip
-    return [cut_right(f"{name:<11}{text}", WIDTH) for name, text in rows]
+
+
+def _resident(plan: Plan) -> tuple[str, str]:
+    size = format_bytes(plan.problem.fixed_bytes)
+    if plan.in_step:
+        return "beside", f"{size} of that: what else is alive in the step at that moment"
+    return "resident", f"{size} of that: parameters, inputs, state"
 
 
 def _predicted(plan: Plan) -> Iterator[tuple[str, str]]:
     """Where the peak that counts is replayed, what the schedule alone comes to."""
-    if plan.replayed_peak is not None:
-        predicted = format_bytes(plan.predicted)
+    predicted = format_bytes(plan.predicted)
+    if plan.replayed_peak is not None and plan.executor == "eager":
+        yield "alone", f"{predicted}: alone it holds what it returns to the end, in the step not"
+    elif plan.replayed_peak is not None:
         yield "predicted", f"{predicted} by the schedule; the peak is replayed from what runs"
 
 
-def _offloaded(plan: Plan) -> Iterator[tuple[str, str]]:
+def _offloaded(plan: Judged) -> Iterator[tuple[str, str]]:
     """What is away between forward and backward, and how fast it may go."""
     if plan.link is not None and plan.offload is not None:
         rate = format_bytes(plan.link.offload_bandwidth)
@@ -76,7 +102,7 @@ def _offloaded(plan: Plan) -> Iterator[tuple[str, str]]:
         )
 
 
-def _places(plan: Plan) -> Iterator[tuple[str, str]]:
+def _places(plan: Judged) -> Iterator[tuple[str, str]]:
     """Where the peak is, and where it was without remat."""
     from remat.plans import op_at
 
@@ -117,10 +143,10 @@ def _phases(phases: Iterable[PhaseRow]) -> list[str]:
     return lines
 
 
-def _layers(rows: Sequence[LayerRow]) -> list[str]:
+def _layers(rows: Sequence[LayerRow], several_calls: bool = False) -> list[str]:
     if not rows:
         return []
-    rows = _fold(rows)
+    rows = _fold(rows, several_calls)
     longest = max(map(_bulk, rows))
     legend = "█ kept ▒ away ░" if any(row.offloaded_bytes for row in rows) else "█ kept ░ not"
     head = (
@@ -137,9 +163,9 @@ def _layers(rows: Sequence[LayerRow]) -> list[str]:
     return lines
 
 
-def _fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
+def _fold(rows: Sequence[LayerRow], several_calls: bool = False) -> list[LayerRow]:
     """At most ``LAYER_ROWS`` rows: modules joined by block, then all but the largest summed."""
-    folded = _joined(rows, [block(row.layer) for row in rows])
+    folded = _joined(rows, [block(row.layer, several_calls=several_calls) for row in rows])
     if len(folded) <= LAYER_ROWS:
         return folded
     largest = {row.layer for row in sorted(folded, key=lambda row: -_bulk(row))[: LAYER_ROWS - 1]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from remat.report.names import cut_right
@@ -18,13 +18,16 @@ Row = tuple[Op, int, int]
 """An op, bytes predicted and bytes measured while it ran."""
 
 
-def timeline_text(rows: Sequence[Row], unseen: int, resident: int) -> str:
+def timeline_text(
+    rows: Sequence[Row], unseen: int, resident: int, peak_outside: int | None = None
+) -> str:
     """Both curves, both peaks, and the ops whose prediction is farthest off.
 
     Args:
         rows: in the order they ran.
         unseen: steps that nothing was measured of.
         resident: bytes that both figures begin with.
+        peak_outside: the plan's peak, where code outside the graphs has it.
     """
     if not rows:
         return "timeline   no op of a planned graph ran"
@@ -34,12 +37,21 @@ def timeline_text(rows: Sequence[Row], unseen: int, resident: int) -> str:
         _peak("predicted", max(rows, key=lambda row: row[1]), 1),
         _peak("measured", max(rows, key=lambda row: row[2]), 2),
         f"resident   {format_bytes(resident)} of both: parameters, inputs, state",
+        *_outside(peak_outside),
         f"exact      {len(rows) - len(off)} of {len(rows)} ops to the byte",
         "",
         *_chart(rows),
         *_largest(off),
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _outside(peak: int | None) -> Iterator[str]:
+    if peak is not None:
+        yield (
+            f"outside    {format_bytes(peak)} is the plan's peak, in code between the graphs: not "
+            "watched"
+        )
 
 
 def _peak(name: str, row: Row, which: int) -> str:

@@ -14,8 +14,12 @@ from remat.solvers.schedule import Decision, decisions
 from remat.solvers.units import MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from remat.plans import Plan
+    from remat.report.judged import Judged
 
+_OF_STEP: Final = (
+    "it was decided for the whole step, and what else is alive then is known there; ask the plan "
+    "of the step (step_plan.why, with a name of step_plan.decisions)"
+)
 _VERB: Final = {
     Decision.KEEP: "is kept",
     Decision.RECOMPUTE: "is recomputed",
@@ -23,7 +27,7 @@ _VERB: Final = {
 }
 
 
-def why(plan: Plan, value: str) -> str:
+def why(plan: Judged, value: str) -> str:
     """Why ``value`` is kept, recomputed or offloaded, and what the other choice would do.
 
     Raises:
@@ -34,15 +38,22 @@ def why(plan: Plan, value: str) -> str:
     decision = decisions(problem, plan.solution.schedule).get(index)
     if decision is None:
         return f"{_named(problem, index)} {_no_decision(problem, index)}."
+    if plan.in_step:
+        return f"{_named(problem, index)} {_VERB[decision]}: {_OF_STEP}."
     case = _Case(plan, index, decision)
     return f"{_named(problem, index)} {_VERB[decision]}: {case.reason()}."
 
 
 def _find(problem: Problem, value: str) -> int:
+    if not isinstance(value, str):
+        raise InvalidOption(f"value is {value!r}, not the name of a value, as in plan.decisions")
     names = [held.name for held in problem.values]
     if value in names:
         return names.index(value)
-    near = difflib.get_close_matches(value, names, n=3)
+    of_calls = [name for name in names if name.partition(": ")[2] == value]
+    if len(of_calls) == 1:
+        return names.index(of_calls[0])
+    near = of_calls or difflib.get_close_matches(value, names, n=3)
     hint = f"; near it are {', '.join(near)}" if near else "; plan.decisions has the names"
     raise InvalidOption(f"the plan has no value {value!r}{hint}")
 
@@ -74,7 +85,7 @@ def _no_decision(problem: Problem, index: int) -> str:
 
 @dataclass(frozen=True)
 class _Case:
-    plan: Plan
+    plan: Judged
     index: int
     decision: Decision
 
@@ -106,7 +117,7 @@ class _Case:
         """Beside what the plan pays for the bytes it does save."""
         plan = self.plan
         paid = plan.solution.seconds - plan.baseline_timeline.seconds
-        spared = plan.baseline_peak - plan.predicted
+        spared = plan.baseline_peak - plan.solution.peak
         if cost <= 0 or paid <= 0 or spared <= 0:
             return ", which the budget does not ask for"
         own, usual = cost / saved, paid / spared
@@ -164,7 +175,7 @@ def _more(seconds: float) -> str:
     return f"{format_seconds(seconds)} more"
 
 
-def _share(plan: Plan, seconds: float) -> str:
+def _share(plan: Judged, seconds: float) -> str:
     step = plan.baseline_timeline.seconds
     share = f" ({100 * seconds / step:.2f} % of the step)" if step > 0 else ""
     return f"which takes {format_seconds(seconds)}{share}"

@@ -20,7 +20,7 @@ from remat.solvers.schedule import Schedule, Solution
 from remat.solvers.simulate import simulate
 
 if TYPE_CHECKING:
-    from remat.sharing import StepPlan
+    from remat.step_plan import StepPlan
 
 PROBLEM = Problem(
     name="two blocks",
@@ -91,7 +91,7 @@ def plan(solution: Solution) -> Plan:
 def step_plan(plan: Plan) -> StepPlan:
     """Two calls of one graph, the second inside the first, and a loss between them."""
     from remat.joined import Phase, join
-    from remat.sharing import StepPlan  # imports torch
+    from remat.step_plan import StepPlan  # imports torch
 
     phases = [
         Phase("forward", 0, 0), Phase("forward", 1, 8), Phase("eager", -1, 64),

@@ -139,7 +139,7 @@ def test_a_renamed_value_is_still_the_same(plan: Plan) -> None:
 
 def test_steps_are_compared_too(plan: Plan, kept: Plan) -> None:
     from remat.joined import Phase, join
-    from remat.sharing import StepPlan
+    from remat.step_plan import StepPlan
 
     problem = dataclasses.replace(plan.problem, fixed_bytes=0)
     joined = join([problem], [Phase("forward", 0, 0), Phase("backward", 0, 8)], 1000)

@@ -23,12 +23,12 @@ from remat.report.events import Change, Scheduled, changes, slices
 from remat.report.graphviz import graphviz_text
 from remat.report.schema import schema_text
 from remat.report.snapshot import memory_snapshot
-from remat.sharing import StepPlan
 from remat.solvers.errors import InvalidOption
 from remat.solvers.keep import keep_everything
 from remat.solvers.problem import Link, Op, Problem, Value
 from remat.solvers.schedule import Schedule, Step, with_frees
 from remat.solvers.simulate import simulate
+from remat.step_plan import StepPlan
 from tests.solvers.strategies import problems
 
 Captured = pytest.CaptureFixture[str]

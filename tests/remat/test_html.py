@@ -20,12 +20,13 @@ from remat.joined import Phase, join
 from remat.plans import Plan
 from remat.report.html import page_html, subject_of
 from remat.report.html_curve import PlanCurve, PlanPoint, curve_of
-from remat.report.html_data import GROUPS, KINDS, OTHER, block_of, groups
-from remat.sharing import StepPlan
+from remat.report.html_data import GROUPS, KINDS, OTHER, groups
+from remat.report.names import block
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Solution
 from remat.solvers.simulate import simulate
 from remat.step_page import subject_of_step
+from remat.step_plan import StepPlan
 
 HOSTILE = "</script><script>document.title='taken'</script><!--<b>\u2028&amp;"
 
@@ -261,10 +262,10 @@ def test_the_layers_of_one_call_have_the_names_of_the_model(
 
 
 def test_a_call_is_no_block_of_its_own() -> None:
-    assert block_of("call.1.h.3.mlp", calls=True) == "call.1.h.3"
-    assert block_of("call.1", calls=True) == "call.1"
-    assert block_of("call.1.h.3.mlp", calls=False) == "call.1"
-    assert block_of("between the graphs", calls=True) == "between the graphs"
+    assert block("call.1.h.3.mlp", several_calls=True) == "call.1.h.3"
+    assert block("call.1", several_calls=True) == "call.1"
+    assert block("call.1.h.3.mlp", several_calls=False) == "call.1"
+    assert block("between the graphs", several_calls=True) == "between the graphs"
 
 
 def test_show_writes_the_page_of_a_whole_step(step_plan: StepPlan, tmp_path: Path) -> None:

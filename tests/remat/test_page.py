@@ -14,10 +14,10 @@ from remat.plans import Plan
 from remat.report.changes import change
 from remat.report.html import page_html, subject_of, write_page
 from remat.report.html_data import Subject
-from remat.sharing import StepPlan
 from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Schedule, Timeline, decisions
 from remat.solvers.simulate import simulate
+from remat.step_plan import StepPlan
 from tests.remat.browser import Browser, Tab, find_browser, running
 from tests.remat.random_plans import LINK, nested_plan, offloading_schedule
 from tests.remat.test_html import HOSTILE, with_hostile_names

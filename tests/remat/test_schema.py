@@ -11,9 +11,9 @@ import pytest
 
 from remat.plans import Plan
 from remat.report.schema import plan_schema, schema_text
-from remat.sharing import StepPlan
 from remat.solvers.errors import PlanMismatch
 from remat.solvers.problem import Link
+from remat.step_plan import StepPlan
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,6 +19,7 @@ from remat.solvers.offload import least_peak_with_offload
 from remat.solvers.problem import Link, Op, Problem, Value
 from remat.solvers.schedule import Solution
 from remat.solvers.simulate import simulate
+from remat.step_plan import StepPlan
 
 
 def test_the_head(plan: Plan) -> None:
@@ -272,3 +273,25 @@ def test_piped_text_has_no_colour(plan: Plan, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stdout == plan_text(plan) + "\n"
+
+
+def test_a_whole_step_on_one_screen(step_plan: StepPlan) -> None:
+    text = str(step_plan)
+    assert max(map(len, text.splitlines())) <= 80
+    head, phases, layers, decisions, _ = text.split("\n\n")
+    assert head.splitlines()[0] == "step       2 graph calls, eager on cpu"
+    for line in ("peak is at ", "it was at  ", "extra      +", "gap        "):
+        assert f"\n{line}" in head
+    assert "FLOPs in the graphs" in head
+    assert [line.split()[0] for line in phases.splitlines()[1:]] == [
+        "forward", "forward", "eager", "backward", "backward",
+    ]  # fmt: skip
+    assert "call.0.blocks.0" in layers
+    assert decisions.startswith("the 4 largest of 4 decisions")
+
+
+def test_an_eager_plan_of_a_step_replays_nothing(plan: Plan) -> None:
+    """Its peak in the step is smaller than alone, where it holds what it returns to the end."""
+    part = dataclasses.replace(plan, executor="eager", replayed_peak=plan.predicted - 1)
+    assert "replayed" not in str(part)
+    assert f"\nalone      {plan.predicted / 1024:.2f} KiB: alone it holds" in str(part)

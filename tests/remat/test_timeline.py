@@ -14,9 +14,9 @@ import remat
 from remat.passes import observe
 from remat.plans import Plan, Unplanned
 from remat.report.timeline import timeline_text
-from remat.sharing import StepPlan
 from remat.solvers.errors import InvalidOption, RematError
 from remat.solvers.problem import Op
+from remat.step_plan import StepPlan
 from remat.timelines import MeasuredTimeline, measure_timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

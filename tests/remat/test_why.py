@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.plans import Plan
+from remat.plans import IN_STEP, Plan
 from remat.report.changes import NOT_KEEPABLE, OUTPUT, RUNS_ONCE, change
 from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Link, Problem
 from remat.solvers.schedule import Decision, Schedule, Step, decisions, with_frees
 from remat.solvers.simulate import simulate
+from remat.solvers.units import format_bytes
+from remat.step_plan import StepPlan
 from tests.remat.conftest import BASELINE, PROBLEM, RECOMPUTES_A
 from tests.remat.random_plans import nested_plan
 
@@ -191,3 +193,44 @@ def test_an_unknown_value_is_refused_with_the_nearest(plan: Plan) -> None:
         plan.why("grad_c")
     with pytest.raises(InvalidOption, match=r"plan\.decisions has the names"):
         plan.why("?")
+
+
+def test_a_whole_step_is_judged_as_a_whole(step_plan: StepPlan) -> None:
+    """Its first call recomputes ``a``, its second keeps it."""
+    assert set(step_plan.decisions) == {"0: a", "0: b", "1: a", "1: b"}
+    problem, schedule = step_plan.problem, step_plan.solution.schedule
+    names = [held.name for held in problem.values]
+    for name, row in step_plan.decisions.items():
+        changed = change(problem, schedule, names.index(name), Decision(row.action))
+        assert changed.timeline is not None
+        text = step_plan.why(name)
+        if row.action == "recompute":
+            assert f"the peak would be {format_bytes(changed.timeline.peak)}" in text
+            assert ("over the budget" in text) == (changed.timeline.peak > 5000)
+        else:
+            change_of_peak = changed.timeline.peak - step_plan.peak
+            said = format_bytes(abs(change_of_peak)) if change_of_peak else "not lower the peak"
+            assert said in text
+    assert step_plan.why("0: a").startswith("0: a (100 B, call.0.blocks.0, m.py:10) is recomputed")
+
+
+def test_a_name_without_its_call(step_plan: StepPlan, plan: Plan) -> None:
+    with pytest.raises(InvalidOption, match=r"no value 'a'; near it are 0: a, 1: a"):
+        step_plan.why("a")
+    with pytest.raises(InvalidOption, match=r"value is 5, not the name"):
+        plan.why(5)  # type: ignore[arg-type]
+
+
+def test_one_graph_of_a_step_says_nothing_of_peaks(plan: Plan) -> None:
+    """What is alive beside it differs from phase to phase."""
+    alone = plan.why("a")
+    part = dataclasses.replace(plan, notes=(f"{IN_STEP} call 1 of 2 in one that peaks at 5 B",))
+    assert "peak" in alone
+    assert part.in_step
+    assert part.why("a") == (
+        "a (100 B, blocks.0, m.py:10) is recomputed: it was decided for the whole step, and what "
+        "else is alive then is known there; ask the plan of the step (step_plan.why, with a name "
+        "of step_plan.decisions)."
+    )
+    assert "beside     1000 B of that: what else is alive" in str(part)
+    assert "resident" not in str(part).split("\n\n")[0]
