@@ -63,6 +63,11 @@ class StepPlan:
         return simulate(self.joined.problem.unrestricted, self.baseline)
 
     @property
+    def keep(self) -> tuple[str, ...]:
+        """The patterns of the user's that any of its plans keeps."""
+        return tuple(dict.fromkeys(pattern for plan in self.plans for pattern in plan.keep))
+
+    @property
     def in_step(self) -> bool:
         """False: it is the step."""
         return False

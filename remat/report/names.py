@@ -23,6 +23,11 @@ def block(layer: str, *, several_calls: bool = False) -> str:
     return ".".join(parts[: numbered[0] + 1]) if numbered else layer
 
 
+def without_call(layer: str) -> str:
+    """``h.3.mlp`` for ``call.1.h.3.mlp``."""
+    return _CALL.sub("", layer, count=1) if _CALL.match(layer) else layer
+
+
 def file_and_line(source: str) -> str:
     """``model.py:42`` for ``folder/model.py:42 in forward``."""
     return source.rsplit(" in ", 1)[0].rsplit("/", 1)[-1]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from remat.passes.choices import is_known
 from remat.plan_rows import runs_again
-from remat.report.changes import NOT_KEEPABLE, Change, change
+from remat.report.changes import NOT_KEEPABLE, RUNS_ONCE, Change, change
+from remat.report.names import without_call
 from remat.solvers.errors import InvalidOption
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Decision, decisions
@@ -101,6 +103,8 @@ class _Case:
 
     def _kept(self, other: Change) -> str:
         plan, budget = self.plan, self.plan.memory_budget
+        if other.refused == RUNS_ONCE and self._kept_by_pattern():
+            return f"keep={', '.join(map(repr, plan.keep))} says that its op runs once"
         if other.timeline is None:
             return other.refused
         cost, peak = self._differences(other)
@@ -112,6 +116,13 @@ class _Case:
             gains = "would not lower the peak" if peak == 0 else _change_of_peak(peak)
             return f"{again} and {gains}{self._where(peak)}"
         return f"{again} and {_change_of_peak(peak)}{self._price(cost, -peak)}"
+
+    def _kept_by_pattern(self) -> bool:
+        problem = self.plan.problem
+        op = problem.ops[problem.producer[self.index]]
+        if self.plan.several_calls:
+            op = replace(op, layer=without_call(op.layer))
+        return any(is_known((op,), pattern) for pattern in self.plan.keep)
 
     def _price(self, cost: float, saved: int) -> str:
         """Beside what the plan pays for the bytes it does save."""

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remat.joined import join
+from remat.passes.choices import constrain
 from remat.plans import IN_STEP, Plan
 from remat.report.changes import NOT_KEEPABLE, OUTPUT, RUNS_ONCE, change
 from remat.solvers.errors import InvalidOption
@@ -212,6 +214,21 @@ def test_a_whole_step_is_judged_as_a_whole(step_plan: StepPlan) -> None:
             said = format_bytes(abs(change_of_peak)) if change_of_peak else "not lower the peak"
             assert said in text
     assert step_plan.why("0: a").startswith("0: a (100 B, call.0.blocks.0, m.py:10) is recomputed")
+
+
+def test_what_the_user_keeps_is_said_to_be_kept_by_him(plan: Plan, step_plan: StepPlan) -> None:
+    problem = constrain(plan.problem, keep=("blocks.1",))
+    schedule = plan.solution.schedule
+    mine = dataclasses.replace(plan, problem=problem, keep=("blocks.1",))
+    assert mine.why("b").endswith("is kept: keep='blocks.1' says that its op runs once.")
+    joined = join([dataclasses.replace(problem, fixed_bytes=0)] * 2, step_plan.joined.phases, 1000)
+    both = joined.schedule([schedule, plan.baseline])
+    solution = dataclasses.replace(
+        step_plan.solution, schedule=both, timeline=simulate(joined.problem, both)
+    )
+    whole = dataclasses.replace(step_plan, plans=(mine, mine), joined=joined, solution=solution)
+    assert whole.why("1: b").endswith("is kept: keep='blocks.1' says that its op runs once.")
+    assert "may run only once" not in whole.why("1: a")
 
 
 def test_a_name_without_its_call(step_plan: StepPlan, plan: Plan) -> None:
