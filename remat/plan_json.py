@@ -215,8 +215,8 @@ def solution_from_json(
     timeline = simulate(problem, schedule, link)
     bound = data["lower_bound"]
     check_size("the solution's memory_budget", data["memory_budget"])
-    for name, seconds in (("lower_bound", bound or 0.0), ("solve_time", data["solve_time"])):
-        if not isinstance(seconds, int | float):
+    for name, seconds in (("lower_bound", bound), ("solve_time", data["solve_time"])):
+        if not (isinstance(seconds, int | float) or (name == "lower_bound" and bound is None)):
             raise TypeError(f"{name} is {seconds!r}, which is no number of seconds")
     solution = Solution(
         schedule=schedule,
