@@ -129,7 +129,7 @@ def _causes(
         said = [", ".join(dict.fromkeys(getattr(p, field) for p in q)) for q in (first, second)]
         if said[0] != said[1]:
             yield Cause(subject, " → ".join(said))  # type: ignore[arg-type]
-    if hashes[0] == hashes[1] and (text := _costs(old.problem, new.problem)):
+    if mine == theirs and hashes[0] == hashes[1] and (text := _costs(old.problem, new.problem)):
         yield Cause("costs", text)
     resident = [each.problem.fixed_bytes for each in (old, new)]
     if resident[0] != resident[1]:

@@ -50,10 +50,10 @@ def spinner(message: str) -> Iterator[Progress]:
 
 def print_report(text: str) -> None:
     """Print a report: numbers in colour on a terminal, plain text into a pipe or a file."""
+    # Where the locale has no bars and arrows, a report with question marks beats none.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     if not is_terminal(sys.stdout):
-        # Where the locale has no bars and arrows, a report with question marks beats none.
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")
         _print(text, end="\n")
         return
     from rich.console import Console

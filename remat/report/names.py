@@ -33,11 +33,18 @@ def file_and_line(source: str) -> str:
     return source.rsplit(" in ", 1)[0].rsplit("/", 1)[-1]
 
 
+def printable(text: str) -> str:
+    """Without what moves the cursor or ends the line: a module may have any name."""
+    return "".join(x if x.isprintable() else "�" for x in text)
+
+
 def cut_right(text: str, width: int) -> str:
     """At most ``width`` characters, the first ones: what matters stands there."""
+    text = printable(text)
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def cut_left(text: str, width: int) -> str:
     """At most ``width`` characters, the last ones: the end of a path tells more."""
+    text = printable(text)
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

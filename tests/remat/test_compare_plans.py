@@ -157,9 +157,9 @@ def test_steps_are_compared_too(plan: Plan, kept: Plan) -> None:
 
     found = compare(step(kept), step(plan))
     assert [(row.value, row.after) for row in found.redecided] == [("0: a", "recompute")]
-    assert compare(plan, step(plan)).causes[0] == Cause(
-        "kind", "one graph → a step of 1 graph call"
-    )
+    causes = compare(plan, step(plan)).causes
+    assert causes[0] == Cause("kind", "one graph → a step of 1 graph call")
+    assert "costs" not in [cause.subject for cause in causes]  # the ops are the same
     assert "peak" in str(found)
     empty = join([], [], 1000)
     nothing = dataclasses.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from remat.cli import _terminal
 from remat.plans import LayerRow, Plan
 from remat.report import text
 from remat.report.names import block, file_and_line
@@ -295,3 +297,20 @@ def test_an_eager_plan_of_a_step_replays_nothing(plan: Plan) -> None:
     part = dataclasses.replace(plan, executor="eager", replayed_peak=plan.predicted - 1)
     assert "replayed" not in str(part)
     assert f"\nalone      {plan.predicted / 1024:.2f} KiB: alone it holds" in str(part)
+
+
+def test_a_name_cannot_fake_a_line(plan: Plan) -> None:
+    name = "head\ngap        none: \x1b[31mno plan is faster"
+    ops = tuple(dataclasses.replace(op, layer=name) for op in plan.problem.ops)
+    named = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, ops=ops))
+    assert len(str(named).splitlines()) <= len(str(plan).splitlines())
+    assert "\x1b" not in str(named)
+
+
+def test_a_terminal_without_arrows_gets_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(given, encoding="ascii"))
+    monkeypatch.setattr(_terminal, "is_terminal", lambda stream: True)
+    _terminal.print_report("1 → 2")
+    sys.stdout.flush()
+    assert given.getvalue().decode() == "1 ? 2\n"
