@@ -135,9 +135,9 @@ def run_cell(
         run = remat.compile(step.model, memory_budget=budget, executor="inductor", **options)
         outcome = run_step(run, step)
     compiling = time.perf_counter() - begin
-    (plan,) = run.plans
-    assert isinstance(plan, Plan)
     measured = measure_run(run, step)
+    (plan,) = run.plans  # that of the whole step by now, and a fraction is one of all of it
+    assert isinstance(plan, Plan)
     ratio = time_ratios([stock.run, run], [step, step], repetitions)[1] if repetitions else 1.0
     return InductorCell(
         model=step.name, budget=budget, memory_budget=plan.memory_budget,
