@@ -167,19 +167,6 @@ def join(calls: Sequence[Problem], phases: Sequence[Phase], resident: int) -> Jo
     )
 
 
-def kept_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Bytes a call keeps for its backward, what it returns aside."""
-    alive: set[int] = set()
-    for step in schedule.steps[: schedule.boundary(problem)]:
-        if step.kind == "free":
-            alive.discard(step.index)
-        elif step.kind == "compute":
-            alive.update(problem.ops[step.index].writes)
-    return sum(
-        problem.values[value].bytes for value in alive if problem.values[value].output != "forward"
-    )
-
-
 def _halves(problem: Problem, schedule: Schedule) -> tuple[list[Step], list[Step]]:
     boundary = schedule.boundary(problem)
     forward = [step for step in schedule.steps[:boundary] if step.kind != "free"]

@@ -124,6 +124,19 @@ def phase_rows(old: Timeline, new: Timeline) -> tuple[PhaseRow, PhaseRow]:
     return forward, backward
 
 
+def kept_bytes(problem: Problem, schedule: Schedule) -> int:
+    """Bytes that wait for backward once forward has ended, what forward returns aside."""
+    alive: set[int] = set()
+    for step in schedule.steps[: schedule.boundary(problem)]:
+        if step.kind == "free":
+            alive.discard(step.index)
+        elif step.kind == "compute":
+            alive.update(problem.ops[step.index].writes)
+    return sum(
+        problem.values[value].bytes for value in alive if problem.values[value].output != "forward"
+    )
+
+
 def runs_again(schedule: Schedule) -> Counter[int]:
     """How often each op runs beyond the first time."""
     runs = Counter(schedule.computes)

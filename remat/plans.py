@@ -17,6 +17,7 @@ from remat.plan_rows import (
     LayerRow,
     PhaseRow,
     decision_rows,
+    kept_bytes,
     layer_rows,
     phase_rows,
 )
@@ -105,8 +106,8 @@ class Plan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that wait for backward once forward has ended, outputs aside."""
-        return sum(row.bytes for row in self.decisions.values() if row.action == "keep")
+        """Bytes that wait for backward once forward has ended, what forward returns aside."""
+        return kept_bytes(self.problem, self.solution.schedule)
 
     @property
     def offloaded_bytes(self) -> int:

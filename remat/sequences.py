@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import torch
 
 from remat.graphs import GraphRunner, moving_bytes
-from remat.joined import Phase, kept_bytes
+from remat.joined import Phase
 from remat.known import Known
 from remat.measurement import resident_tensors
 from remat.options import Options
@@ -263,7 +263,7 @@ class Sequences:
         """A second call in a step of what was thought to be a single graph."""
         self.several = True
         first = step.calls[0]
-        held = kept_bytes(first.plan.problem, first.plan.solution.schedule)
+        held = first.plan.kept_bytes
         returned = sum(v.bytes for v in first.plan.problem.values if v.output == "forward")
         waiting = sum(call.waits for call in step.calls)
         if self._finished > 0:

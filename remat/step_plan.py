@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remat.joined import Joined, Phase, join, kept_bytes
+from remat.joined import Joined, Phase, join
 from remat.plan_rows import DecisionRow, LayerRow, decision_rows, layer_rows
 from remat.plans import Plan
 from remat.solvers.problem import Link, Problem
@@ -173,7 +173,7 @@ class StepPlan:
     def kept_bytes(self, call: int) -> int:
         """Bytes that call keeps for its backward, what it returns aside."""
         plan = self.plans[call]
-        return kept_bytes(plan.problem, plan.solution.schedule)
+        return plan.kept_bytes
 
     def shifted(self, change: int, *, budget_too: bool) -> StepPlan:
         """The same plans with ``change`` more bytes resident.

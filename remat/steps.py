@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from remat.joined import Phase, kept_bytes
+from remat.joined import Phase
 from remat.passes.levels import Levels, Segment
 from remat.passes.torch_private import autograd
 from remat.plans import Plan
@@ -269,7 +269,7 @@ class _Reader:
             self.kept.pop(event.call, None)
         else:
             plan = self.step.calls[event.call].plan
-            self.kept[event.call] = kept_bytes(plan.problem, plan.solution.schedule)
+            self.kept[event.call] = plan.kept_bytes
 
     def read(self, event: Event) -> None:
         if event.call not in self.planned:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from remat.joined import Phase, join, kept_bytes
+from remat.joined import Phase, join
+from remat.plan_rows import kept_bytes
 from remat.solvers.choose import solve
 from remat.solvers.problem import Problem
 from remat.solvers.schedule import Schedule
