@@ -16,6 +16,7 @@ from remat.partitioner import Ledger
 from remat.passes.storages import main_device
 from remat.passes.torch_private import autograd
 from remat.plans import IN_STEP, Plan, Unplanned
+from remat.solvers.errors import BudgetTooSmall
 from remat.solvers.schedule import Schedule
 from remat.solvers.units import format_bytes
 
@@ -100,13 +101,13 @@ class GraphRunner:
 
     def remark(self, moving: int, peak: int) -> None:
         """Note on the plan for ``moving`` bytes that the whole step peaks at ``peak``."""
-        text = (
-            f"{OUTSIDE} code there, a loss say, raises the peak of the whole step to "
-            f"{format_bytes(peak)}"
-        )
         for index, variant in enumerate(self._variants):
             plan = variant.plan
             if variant.moving_bytes == moving and isinstance(plan, Plan):
+                text = (
+                    f"{OUTSIDE} code there, a loss say, raises the peak of the whole step by "
+                    f"{format_bytes(peak - plan.peak)} to {format_bytes(peak)}"
+                )
                 notes = (note for note in plan.notes if not note.startswith(OUTSIDE))
                 noted = dataclasses.replace(plan, notes=(*notes, text))
                 self._variants[index] = dataclasses.replace(variant, plan=noted)
@@ -212,7 +213,39 @@ class GraphRunner:
             if moves or variant.keeps_budget(moving):
                 self._variants.append(variant.moved(moving, budget_too=moves))
                 return self._variants[-1]
-        return self._compile(inputs)
+        try:
+            return self._compile(inputs)
+        except BudgetTooSmall as error:
+            if not self._variants:
+                raise
+            raise self._grown(error, moving, inputs) from error
+
+    def _grown(self, error: BudgetTooSmall, moving: int, inputs: Sequence[Any]) -> BudgetTooSmall:
+        """``error``, of a step that kept the budget once: what has come since, and what may yet."""
+        before = min(variant.moving_bytes for variant in self._variants)
+        leaves = {
+            id(item): item.untyped_storage().nbytes()
+            for item in inputs
+            if isinstance(item, torch.Tensor) and item.is_leaf and item.requires_grad
+            if item.grad is None
+        }
+        missing = sum(leaves.values())
+        room = error.least_peak + missing
+        text = (
+            f"{error}\nThis step kept the budget before: {format_bytes(moving - before)} have come "
+            "since (optimizer state, gradients being accumulated)"
+        )
+        if missing:
+            text += (
+                f", and gradients of {format_bytes(missing)} may come. With them the least is "
+                f"about {format_bytes(room)}: memory_budget={room}"
+            )
+        return BudgetTooSmall(
+            f"{text}.",
+            memory_budget=error.memory_budget,
+            least_peak=error.least_peak,
+            peak_lower_bound=error.peak_lower_bound,
+        )
 
     def moving(self, inputs: Sequence[Any]) -> int:
         """Bytes of what comes and goes between calls: gradients, optimizer state, and what the

@@ -94,6 +94,25 @@ def test_optimizer_state_that_comes_into_being_is_counted(net: Net, x: torch.Ten
     assert step.plans[0].peak <= budget
 
 
+def test_a_step_that_no_longer_fits_says_what_has_come_since(net: Net, x: torch.Tensor) -> None:
+    least = remat.plan(net, (x,), memory_budget=0.0, time_limit=1).peak
+    optimizer = torch.optim.Adam(net.parameters())
+    step = remat.compile(net, memory_budget=least + 1024, optimizer=optimizer, time_limit=1)
+    step(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(BudgetTooSmall, match="This step kept the budget before") as first:
+        step(x)
+    gradients = sum(p.untyped_storage().nbytes() for p in net.parameters())
+    room = first.value.least_peak + gradients
+    assert f"memory_budget={room}." in str(first.value)
+    # What it says to give is enough for all that comes.
+    torch._dynamo.reset()
+    step = remat.compile(net, memory_budget=room, optimizer=optimizer, time_limit=1)
+    for _ in range(3):
+        step(x).backward()
+
+
 def test_an_inference_call_runs_and_says_that_it_was_not_planned(net: Net, x: torch.Tensor) -> None:
     step = remat.compile(net, memory_budget=0.5, time_limit=2)
     with torch.no_grad(), pytest.warns(UnplannedWarning, match="gradients are off"):
