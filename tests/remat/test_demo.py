@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import remat
 from remat.cli import demo, main
 from remat.cli._training import (
     PRESETS,
@@ -40,6 +42,12 @@ def _one_thread_and_a_fresh_compiler() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever plan is found in a second holds the budget."""
+    monkeypatch.setattr(remat, "compile", functools.partial(remat.compile, time_limit=1.0))
+
+
 def plainly(model: Any, optimizer: Any) -> Any:
     return model
 
@@ -60,6 +68,7 @@ def plan(budget: int) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_short")
 def test_the_demo_trains_under_half_the_activation_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -76,6 +85,7 @@ def test_the_demo_trains_under_half_the_activation_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_short")
 def test_a_budget_below_the_floor_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", "2", "--memory-budget", "1MiB"]) == 1
     assert "too small" in capsys.readouterr().err
