@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,7 @@ from remat.solvers.errors import InvalidOption
 
 PLAIN: Final = (int, float, str, bool, type(None))
 _BY_VALUE: Final = (*PLAIN, bytes, complex, torch.device, torch.dtype)
+_FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,24 @@ def described(item: object) -> object:
         return type(item).__name__, repr(item) if isinstance(item, float) else item
     if isinstance(item, MethodType):  # each access makes another
         return Same(item.__self__), Same(item.__func__)
+    if isinstance(item, tuple | list):
+        return type(item).__name__, tuple(map(described, item))
+    if isinstance(item, set | frozenset) and all(isinstance(x, _BY_VALUE) for x in item):
+        return type(item).__name__, frozenset(map(described, item))
+    if isinstance(item, dict):
+        return tuple((described(key), described(value)) for key, value in item.items())
     return Same(item)
+
+
+def settles(item: object) -> bool:
+    """Whether what ``item`` is decides what a step does, and is told by a key: numbers, functions,
+    and containers of them. Tensors, modules and other objects are looked at elsewhere, or not.
+    """
+    if isinstance(item, (*_BY_VALUE, *_FUNCTIONS)):
+        return True
+    if isinstance(item, dict):
+        return all(map(settles, item.values()))
+    return isinstance(item, list | tuple | set | frozenset) and all(map(settles, item))
 
 
 def tensors_in(content: object) -> list[torch.Tensor]:
@@ -147,6 +165,15 @@ def _of_self(function: Callable[..., Any], names: set[str]) -> Iterator[Holder]:
     elif hasattr(bound, "__dict__"):
         attributes = vars(bound)
         yield from (Holder.in_dict(attributes, name) for name in names if name in attributes)
+        kind = type(bound)
+        for name in names - attributes.keys():
+            content = getattr(kind, name, None)
+            if isinstance(content, PLAIN) and content is not None:
+                yield Holder(name, (id(kind), name), content, partial(getattr, kind, name), _keep)
+
+
+def _keep(_: Any) -> None:
+    """A number of a class stays what it is."""
 
 
 def _of_code(inner: Any, names: set[str]) -> Iterator[Holder]:

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -21,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from remat.passes.torch_private.autograd import has_hooks
 from remat.solvers.errors import CaptureError
-from remat.step_names import PLAIN, Holder, Same, described, reach, tensors_in
+from remat.step_names import PLAIN, Holder, Same, described, reach, settles, tensors_in
 
+_HELD: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _REDUCING: Final = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
@@ -212,13 +212,25 @@ class Places:
         """Tensors, numbers and functions; what else a name means may be a whole program."""
         for holder in self.holders:
             leaves = pytree.tree_leaves(holder.content)
-            used = (*PLAIN, torch.Tensor, FunctionType, MethodType)
-            yield tuple(self._describe(leaf) for leaf in leaves if isinstance(leaf, used))
+            yield tuple(
+                self._describe(leaf)
+                for leaf in leaves
+                if isinstance(leaf, torch.Tensor) or settles(leaf)
+            )
+            if isinstance(holder.content, dict):
+                yield tuple(map(repr, holder.content))
 
     def _of_modules(self) -> Iterator[object]:
         for part in self.parts:
-            plain = (value for value in vars(part).values() if isinstance(value, PLAIN))
-            yield Same(part), *map(described, plain)
+            yield Same(part)
+            for name, value in vars(part).items():
+                if isinstance(value, PLAIN):
+                    yield described(value)
+                # Hooks are functions in dicts; most of these are empty.
+                elif value and name not in _HELD and settles(value):
+                    yield name, described(value)
+        for kind in dict.fromkeys(type(part) for part in self.parts):
+            yield tuple(_of_class(kind))
 
     def _slots(self) -> Iterator[object]:
         for part in self.parts:
@@ -228,6 +240,8 @@ class Places:
     def _of_optimizers(self) -> Iterator[object]:
         for optimizer in self.optimizers:
             yield Same(optimizer)
+            hooks = (v for k, v in vars(optimizer).items() if k.endswith("_hooks") and v)
+            yield tuple(described(held) for held in hooks if settles(held))
             for group in optimizer.param_groups:
                 lifted = self._is_lifted(group)
                 yield tuple(
@@ -355,6 +369,15 @@ class Swapped:
         return states.get(self.places.inputs[index], {})
 
     _states: list[Mapping[Any, Any]] = field(default_factory=list)
+
+
+def _of_class(kind: type) -> Iterator[object]:
+    """Numbers and functions of the caller's classes; torch's stay as they are."""
+    for base in kind.__mro__:
+        if base is not object and not base.__module__.startswith("torch."):
+            for name, value in vars(base).items():
+                if not name.startswith("__") and settles(value):
+                    yield name, described(value)
 
 
 def _swap_holder(holder: Holder, swapped: Swapped) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, overload
@@ -25,6 +26,7 @@ from remat.lowering import planned_for
 from remat.measurement import resident_bytes
 from remat.options import Options
 from remat.partitioner import make_plan
+from remat.passes import ops
 from remat.passes.attention import RoutedAttention
 from remat.passes.emit_step import emit_step
 from remat.passes.lower import lower, op_nodes
@@ -37,7 +39,9 @@ from remat.plan_log import log_plan
 from remat.plans import Plan
 from remat.pooled import recording_notes
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
+from remat.step_names import PLAIN, tensors_in
 from remat.step_places import Entry, Places, Swapped
+from remat.step_side import SideEffects
 
 _LIMIT: Final = 8
 _REFUSED: Final = ("double_backward", "inductor", "plan", "optimizer")
@@ -69,6 +73,7 @@ class _Captured:
     graph: Graph
     bound: _Bound
     plan: Plan
+    changed: str = ""  # in Python, while it was traced: it is run once, and never again
 
 
 class CompiledStep:
@@ -86,6 +91,7 @@ class CompiledStep:
         self._state = state
         self._options = options
         self._captured: dict[Any, _Captured] = {}
+        self._lock = threading.RLock()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -94,12 +100,18 @@ class CompiledStep:
 
     @dynamo.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        places = self._places(args, kwargs)
-        key = places.signature()
-        if key not in self._captured:
-            self._check_limit()
-            self._captured[key] = _capture(self._function, places, self._options)
-        return _run(self._captured[key], places)
+        with self._lock:  # threads take turns
+            places = self._places(args, kwargs)
+            key = places.signature()
+            if key not in self._captured:
+                self._check_limit()
+                self._captured[key] = _capture(self._function, places, self._options)
+            elif changed := self._captured[key].changed:
+                raise CaptureError(
+                    f"the step changes {changed} in Python, which happened when it was captured, "
+                    "and which its graph does not do again: do it outside the step, or in a tensor"
+                )
+            return _run(self._captured[key], places)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for a call with these arguments; the step is traced, not run.
@@ -109,12 +121,17 @@ class CompiledStep:
             CaptureError: the step cannot be one graph.
         """
         places = self._places(args, kwargs)
-        groups = [(g, dict(g)) for optimizer in places.optimizers for g in optimizer.param_groups]
+        holders: list[Any] = [g for o in places.optimizers for g in o.param_groups]
+        holders += [vars(part) for part in places.parts]
+        before = [
+            (holder, {name: value for name, value in holder.items() if isinstance(value, PLAIN)})
+            for holder in holders
+        ]
         try:
             return _capture(self._function, places, self._options, run=False).plan
         finally:
-            for group, before in groups:
-                group.update(before)  # a step may count in its options
+            for holder, numbers in before:
+                holder.update(numbers)  # a step may count in them
 
     def _places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Places:
         # A recorded graph could not read a number on the host anew.
@@ -201,7 +218,7 @@ def compile_step(
 def _capture(
     function: Callable[..., Any], places: Places, options: Options, *, run: bool = True
 ) -> _Captured:
-    step, bound = _trace(function, places, options, run=run)
+    step, bound, changed = _trace(function, places, options, run=run)
     device = main_device(places.inputs)
     spec = find_device(options.device or device)
     storages = step_storages(step, spec.granularity, device.type)
@@ -234,7 +251,8 @@ def _capture(
     log_plan(plan)
     place = None if plan.offload is None else Place(plan.offload)
     made = emit_step(lowered, plan.solution.schedule, place)
-    return _Captured(_runner(step, made, options, places, plan) if run else made, bound, plan)
+    graph = _runner(step, made, options, places, plan) if run else made
+    return _Captured(graph, bound, plan, changed)
 
 
 def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:
@@ -261,8 +279,9 @@ def _runner(
 
 def _trace(
     function: Callable[..., Any], places: Places, options: Options, *, run: bool
-) -> tuple[StepGraph, _Bound]:
+) -> tuple[StepGraph, _Bound, str]:
     bound: list[_Bound] = []
+    effects = SideEffects(places)
     # What runs, runs here, by the kernels of this device.
     capability = None if run else described_capability(options.device)
     routed = contextlib.nullcontext() if capability is None else RoutedAttention(capability)
@@ -274,7 +293,8 @@ def _trace(
         others, rates = list(given[:count]), [rate.item() for rate in given[count:]]
         with places.swapped(others, rates) as swapped, torch.enable_grad(), routed:
             args, kwargs = swapped.arguments()
-            result = function(*args, **kwargs)
+            with effects.around_call():
+                result = function(*args, **kwargs)
             _check_rates(groups, rates)
             swapped.refuse_new_bindings()
             outputs, found = _read(swapped, result)
@@ -284,7 +304,8 @@ def _trace(
     given = [*places.inputs, *_rate_tensors(places)]
     fakes = [tracing.fake_like(mode, tensor) for tensor in given]
     try:
-        module = tracing.trace_functional(flat, fakes, places.paths)
+        with effects.watched():
+            module = tracing.trace_functional(flat, fakes, places.paths)
     except tracing.DEPENDS_ON_DATA as error:
         raise CaptureError(
             "the step asks a tensor for its content and goes on from there (item(), bool(), a size "
@@ -307,7 +328,8 @@ def _trace(
         ) from error
     step = StepGraph.of(module)
     _check_aliases(step, places)
-    return step, bound[0]
+    effects.refuse_replayed_draws(any(ops.is_random(node) for node in step.nodes))
+    return step, bound[0], effects.changed
 
 
 def _first_line(error: Exception) -> str:
@@ -345,6 +367,8 @@ def _read(swapped: Swapped, result: Any) -> tuple[list[Any], _Bound]:
         return "output", len(outputs) - 1
 
     leaves, tree = pytree.tree_flatten(result)
+    for value in (*leaves, *swapped.new_state().values()):
+        _refuse_hidden(value)
     found = _Bound(
         [leaf(value) for value in leaves],
         tree,
@@ -352,6 +376,17 @@ def _read(swapped: Swapped, result: Any) -> tuple[list[Any], _Bound]:
         {entry: leaf(value) for entry, value in swapped.new_state().items()},
     )
     return outputs, found
+
+
+def _refuse_hidden(value: Any) -> None:
+    """Tensors in an object that is no container are not found, and those of the trace are fake."""
+    inside = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
+    if not isinstance(value, torch.Tensor) and tensors_in(inside):
+        raise CaptureError(
+            f"the step returns, or leaves in its optimizer's state, a {type(value).__name__} with "
+            "tensors in it, which cannot be filled anew: use tensors, or return tuples, lists and "
+            "dicts of them (or register the class with torch.utils._pytree)"
+        )
 
 
 def _check_aliases(step: StepGraph, places: Places) -> None:
