@@ -31,13 +31,26 @@ def with_updates(lowered: Lowered, step: StepGraph, bandwidth: float) -> Lowered
     Args:
         bandwidth: bytes a second, reads plus writes, for what an update costs.
     """
-    placing = _Placing(lowered, step, bandwidth)
+    placing = _Placing(_contents_once(lowered, step), step, bandwidth)
     late = placing.ordered(placing.late())
     groups = placing.groups()
     if not groups:
         return late
     early = placing.ordered(placing.early(groups))
     return min((late, early), key=lambda made: (baseline_peak(made.problem), made is early))
+
+
+def _contents_once(lowered: Lowered, step: StepGraph) -> Lowered:
+    """``lowered`` with every new content made once: made again behind another update, it would be
+    made from what that one has written.
+    """
+    held = {s for update in step.updates for s in lowered.storages.held[update.content]}
+    makers = {lowered.problem.producer[lowered.value_of[storage]] for storage in held}
+    ops = tuple(
+        dataclasses.replace(op, rerunnable=op.rerunnable and index not in makers)
+        for index, op in enumerate(lowered.problem.ops)
+    )
+    return dataclasses.replace(lowered, problem=dataclasses.replace(lowered.problem, ops=ops))
 
 
 def baseline_peak(problem: Problem) -> int:

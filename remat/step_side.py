@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +40,7 @@ class SideEffects:
     def __init__(self, places: Places) -> None:
         self.changed = ""
         self._places = places
+        self._thread = threading.get_ident()
         self._seeded = False
         self._restored = False
 
@@ -129,7 +131,7 @@ class SideEffects:
     def _generators(self) -> list[bytes]:
         named = (x for h in self._places.holders for x in pytree.tree_leaves(h.content))
         found = [g for g in named if isinstance(g, torch.Generator)]
-        return [g.get_state().numpy().tobytes() for g in (torch.default_generator, *found)]
+        return [g.get_state().numpy().tobytes() for g in found]
 
     @contextlib.contextmanager
     def _setters_noted(self) -> Iterator[None]:
@@ -150,6 +152,8 @@ class SideEffects:
 
     def _noting(self, name: str, setter: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return setter(*args, **kwargs)
             if name in _STATES:
                 self._restored = True
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -104,6 +105,12 @@ class _Marker(TorchFunctionMode):
         self._span = "forward"
         self._running: list[nn.Module] = []
         self._last: fx.Node | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def _elsewhere(self) -> bool:
+        """In another thread, which has nothing to do with the trace."""
+        return threading.get_ident() != self._thread
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, called inside the trace."""
@@ -136,6 +143,8 @@ class _Marker(TorchFunctionMode):
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._elsewhere:
+                return engine(*args, **kwargs)
             self._stamp()
             self._span = "backward"
             result = engine(*args, **kwargs)
@@ -150,12 +159,14 @@ class _Marker(TorchFunctionMode):
         """Watching which module runs."""
 
         def enter(module: nn.Module, _: Any) -> None:
-            self._stamp()
-            self._running.append(module)
+            if not self._elsewhere:
+                self._stamp()
+                self._running.append(module)
 
         def leave(module: nn.Module, *_: Any) -> None:
-            self._stamp()
-            self._running.pop()
+            if not self._elsewhere:
+                self._stamp()
+                self._running.pop()
 
         handles = [
             register_module_forward_pre_hook(enter),
