@@ -65,7 +65,8 @@ def test_a_case_under_random_transfers(name: str, executor: str, tmp_path: Path)
 @pytest.mark.parametrize("model", [_marked(name) for name in STEPS])
 def test_a_model_that_offloads_everything(model: str, tmp_path: Path) -> None:
     step = STEPS[model]()
-    wanted = run_step(step.model, step)
+    # The unrewritten graph: a few ops of Llama's family are taken apart when it is captured.
+    wanted = run_step(remat.compile(step.model, executor="eager"), step)
     given = everything_offloaded(step, tmp_path)
     torch._dynamo.reset()
     run = remat.compile(step.model, plan=given)
