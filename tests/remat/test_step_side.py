@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,13 +62,16 @@ def test_a_graph_that_would_have_to_count_is_not_run_again() -> None:
     optimizer = torch.optim.SGD([w], lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
+    def train(by: float) -> Tensor:
+        return torch.autograd.grad((w * by).sum(), w)[0]
+
     class Trainer:
         def __init__(self) -> None:
             self.number = 0
 
         def step(self) -> Tensor:
             self.number = (self.number + 1) % 2
-            return torch.autograd.grad((w * (self.number + 1)).sum(), w)[0]
+            return train(self.number + 1)
 
     def scheduled() -> None:
         w.square().sum().backward()
@@ -79,6 +83,10 @@ def test_a_graph_that_would_have_to_count_is_not_run_again() -> None:
     run = remat.compile_step(trainer.step, cost="roofline")
     assert [run()[0].item() for _ in range(2)] == [2.0, 1.0]
     with pytest.raises(CaptureError, match="the step changes number in Python"):
+        run()
+    run = remat.compile_step(lambda: train(random.random()), cost="roofline")
+    run()
+    with pytest.raises(CaptureError, match="Python's or NumPy's random generator"):
         run()
     run = remat.compile_step(scheduled, cost="roofline")
     run()
