@@ -40,7 +40,10 @@ class Names:
         """Name → what it stands for, of all that a wrapper imports or defines in its header."""
         nothing = _nothing
         names: dict[str, Any] = {
-            "__builtins__": {"len": len, "range": range, "min": min, "max": max, "int": int},
+            "__builtins__": {
+                **{"len": len, "range": range, "min": min, "max": max, "int": int},
+                "__import__": __import__,  # torch's own code imports where it is called from
+            },
             "torch": _Torch(self),
             "aten": _Namespace(self, torch.ops.aten),
             "inductor_ops": _Namespace(self, torch.ops.inductor),

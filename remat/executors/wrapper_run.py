@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from remat.executors.wrapper_names import Names
 from remat.solvers.errors import RematError
 
 Kind = Literal["forward", "backward", "inference"]
+T = TypeVar("T")
 
 _CONSTANT: Final = re.compile(
     r"device\(type='(?P<device>\w+)'(?:, index=\d+)?\) torch\.(?P<dtype>\w+) "
@@ -30,6 +31,7 @@ _REFUSALS: Final = (
     ArithmeticError, SyntaxError,
 )  # fmt: skip
 _EXECUTED: Final = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Delete, ast.Pass)
+_TURNS: Final = 3  # of a loop: the second holds what the first has made, and the third no more
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,42 @@ class Generated:
     copied: int = 0
 
 
+@dataclass
+class Ways:
+    """Which branch a replay takes at each ``if`` whose answer lies in a tensor.
+
+    Attributes:
+        decided: whether it takes the first one, in the order they are met; where this ends, it does.
+        after: bytes alive behind each.
+    """
+
+    decided: tuple[bool, ...] = ()
+    after: list[int] = field(default_factory=list)
+
+    def enter(self) -> tuple[int, bool]:
+        """The number of this ``if``, and whether its first branch is taken."""
+        way = len(self.after)
+        self.after.append(0)
+        return way, way >= len(self.decided) or self.decided[way]
+
+
+def every_way(replay: Callable[[Ways], T]) -> Iterator[T]:
+    """The replays that tell the highest peak of a wrapper with branches.
+
+    Each ``if`` is gone through both ways, behind those ways at the earlier ones that leave more
+    alive: what is alive inside and behind a branch is the most with the most before it.
+    """
+    decided: tuple[bool, ...] = ()
+    while True:
+        first, second = Ways(decided), Ways((*decided, False))
+        yield replay(first)
+        if len(first.after) == len(decided):
+            return
+        yield replay(second)
+        number = len(decided)
+        decided = (*decided, first.after[number] >= second.after[number])
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """One statement of a wrapper: where it stands, bytes alive at most during it and after it."""
@@ -90,9 +128,10 @@ class Moment:
 class Run:
     """One wrapper being replayed."""
 
-    def __init__(self, generated: Generated, names: Names) -> None:
+    def __init__(self, generated: Generated, names: Names, ways: Ways | None = None) -> None:
         self.generated = generated
         self.names = names
+        self.ways = ways or Ways()
         self.moments: list[Moment] = []
         self._lines = generated.source.splitlines()
         self._functions: dict[str, ast.FunctionDef] = {}
@@ -127,6 +166,7 @@ class Run:
         """A statement of the module: functions, kernels, constants, short names."""
         if isinstance(statement, ast.FunctionDef):
             self._functions[statement.name] = statement
+            self._globals.setdefault(statement.name, self._function(statement.name))
         elif isinstance(statement, ast.ClassDef):
             for part in statement.body:
                 if isinstance(part, ast.FunctionDef):
@@ -184,6 +224,10 @@ class Run:
                 local.clear()
                 self.note(statement.lineno, self._text(statement))
                 return returned
+            elif isinstance(statement, ast.If):
+                self._choose(statement, local)
+            elif isinstance(statement, ast.While):
+                self._repeat(statement, local)
             elif isinstance(statement, _EXECUTED):
                 self._execute(statement, statement, local)
                 self._adopt_assigned(statement, local)
@@ -191,6 +235,22 @@ class Run:
             else:
                 self._refuse(statement, f"a {type(statement).__name__} statement")
         return None
+
+    def _choose(self, statement: ast.If, local: dict[str, Any]) -> None:
+        """What is asked is the content of a tensor: either branch may run."""
+        way, first = self.ways.enter()
+        self._block(statement.body if first else statement.orelse, local)
+        self.ways.after[way] = self.names.memory.level
+
+    def _repeat(self, statement: ast.While, local: dict[str, Any]) -> None:
+        """A loop runs as often as a tensor says; from the second turn on, all are alike."""
+        levels = []
+        for _ in range(_TURNS):
+            self._block(statement.body, local)
+            levels.append(self.names.memory.level)
+        if levels[-1] > levels[-2]:
+            more = levels[-1] - levels[-2]
+            self._refuse(statement, f"every turn keeps {more:,} bytes more, for unknown turns")
 
     def _execute(self, statement: ast.stmt, at: ast.stmt, local: dict[str, Any]) -> None:
         self._refuse_numbers(at)

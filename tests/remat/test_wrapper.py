@@ -9,7 +9,7 @@ import torch
 
 from remat.executors.wrapper import StepReplay, replay_inference, replay_step
 from remat.executors.wrapper_memory import OpBytes
-from remat.executors.wrapper_run import Generated, Kind, Moment, TensorSpec
+from remat.executors.wrapper_run import Generated, Kind, Moment, TensorSpec, Ways, every_way
 from remat.solvers.errors import RematError
 
 HEADER = """
@@ -201,6 +201,137 @@ def test_other_wrappers_are_refused() -> None:
         replay_inference(Generated("inference", "void call(float* x) {}", ()))
     with pytest.raises(RematError, match="no function call"):
         replay_inference(Generated("inference", "x = 1", ()))
+
+
+BRANCHES = """
+def true_graph_0(args):
+    a, = args
+    args.clear()
+    t = empty_strided_cpu((TRUE, ), (1, ), torch.uint8)
+    cpp_fused_0(a, t)
+    del t
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    return (u, )
+
+def false_graph_0(args):
+    a, = args
+    args.clear()
+    t = empty_strided_cpu((FALSE, ), (1, ), torch.uint8)
+    del a
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    del t
+    return (u, )
+
+def call(args):
+    p, = args
+    args.clear()
+    buf0 = empty_strided_cpu((100, ), (1, ), torch.uint8)
+    buf1 = [None] * 1
+    if p.item():
+        true_graph_0_args = [buf0]
+        del buf0
+        buf1 = true_graph_0(true_graph_0_args)
+    else:
+        false_graph_0_args = [buf0]
+        buf1 = false_graph_0(false_graph_0_args)
+    buf2 = buf1[0]
+    del buf1
+    buf3 = empty_strided_cpu((LATER, ), (1, ), torch.uint8)
+    return (buf2, buf3, )
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "peak"),
+    [
+        # 100 to choose from, then a branch at its most; what follows the second has buf0 beside.
+        ({"TRUE": 500, "FALSE": 5, "LATER": 5}, 600),
+        ({"TRUE": 5, "FALSE": 500, "LATER": 5}, 610),
+        ({"TRUE": 5, "FALSE": 5, "LATER": 700}, 810),
+    ],
+)
+def test_the_worst_way_through_a_branch_counts(sizes: dict[str, int], peak: int) -> None:
+    body = BRANCHES
+    for name, size in sizes.items():
+        body = body.replace(name, str(size))
+    moments = replay_inference(Generated("inference", HEADER + body, (spec("p"),)))
+    assert max(moment.peak for moment in moments) == peak
+
+
+def test_every_branch_is_gone_through_behind_the_heaviest_ways_before_it() -> None:
+    """Of three, the second ways of the first and the third leave more."""
+    heavier = (False, True, False)
+    seen = []
+
+    def replay(ways: Ways) -> tuple[bool, ...]:
+        taken = []
+        for second_is_heavier in heavier:
+            number, first = ways.enter()
+            taken.append(first)
+            ways.after[number] = 2 if first == second_is_heavier else 1
+        seen.append(tuple(taken))
+        return seen[-1]
+
+    assert list(every_way(replay)) == seen
+    assert set(seen) == {
+        (True, True, True), (False, True, True), (False, False, True), (False, True, False),
+    }  # fmt: skip
+
+
+LOOP = """
+def body_graph_0(args):
+    i, x = args
+    args.clear()
+    y = empty_strided_cpu((100, ), (1, ), torch.uint8)
+    cpp_fused_0(x, y)
+    del x
+    j = empty_strided_cpu((1, ), (1, ), torch.uint8)
+    return (j, y, )
+
+def cond_graph_0(args):
+    i, x = args
+    args.clear()
+    c = empty_strided_cpu((), (), torch.bool)
+    return (c, )
+
+def call(args):
+    x, = args
+    args.clear()
+    buf1 = empty_strided_cpu((1, ), (1, ), torch.uint8)
+    buf0 = [None] * 2
+    kept = []
+    buf0[0] = buf1
+    buf0[1] = x
+    cond_graph_0_args = [buf0[0], buf0[1]]
+    (buf0_cond_result,) = cond_graph_0(cond_graph_0_args)
+    should_loop = buf0_cond_result
+    if not should_loop:
+        buf0[0] = buf1.clone()
+        buf0[1] = x.clone()
+    while should_loop:
+        body_graph_0_args = [buf0[0], buf0[1]]
+        (buf0[0], buf0[1]) = body_graph_0(body_graph_0_args)
+        MORE
+        cond_graph_0_args = [buf0[0], buf0[1]]
+        (buf0_cond_result,) = cond_graph_0(cond_graph_0_args)
+        should_loop = buf0_cond_result
+    buf2 = buf0[1]
+    del buf0
+    return (buf2, )
+"""
+
+
+def test_a_loop_holds_two_of_what_it_carries() -> None:
+    source = HEADER + LOOP.replace("MORE", "pass")
+    moments = replay_inference(Generated("inference", source, (spec("x", 25),)))
+    # Two states of 101 bytes, the counter the loop began with, and one answer, held by two names.
+    assert max(moment.peak for moment in moments) == 2 * 101 + 1 + 1
+
+
+def test_a_loop_that_keeps_more_in_every_turn_is_refused() -> None:
+    source = HEADER + LOOP.replace("MORE", "kept.append(buf0[1])")
+    with pytest.raises(RematError, match=r"every turn keeps 100 bytes more"):
+        replay_inference(Generated("inference", source, (spec("x", 25),)))
 
 
 FORWARD = """
