@@ -80,7 +80,7 @@ class Ways:
     """Which branch a replay takes at each ``if`` whose answer lies in a tensor.
 
     Attributes:
-        decided: whether it takes the first one, in the order they are met; where this ends, it does.
+        decided: whether it takes the first one, in the order they are met; beyond, it does.
         after: bytes alive behind each.
     """
 

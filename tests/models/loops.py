@@ -14,6 +14,7 @@ from tests.models.compare import (
     CANCELLED,
     Outcome,
     differences,
+    inexact,
     left_behind,
     rounded,
     seed_everything,
@@ -79,6 +80,7 @@ def check(
     *,
     zero_is_none: bool = False,
     stock: bool = False,
+    exact: Body | None = None,
     **options: Any,
 ) -> Any:
     """Hold the loop under a plan to the loop without one; returns the planned callable.
@@ -88,7 +90,11 @@ def check(
         zero_is_none: see :func:`tests.models.compare.differences`.
         stock: hold it to torch's own compiled graphs instead, where those already differ from the
             plain model (say, by the order in which gradients are added up).
+        exact: the loop in single precision, for one in half precision: inductor's kernels round
+            less often than the plain model's, and are measured by how far they are from this.
     """
+    if executor == "inductor" and exact is not None:
+        return check_halved(build, body, exact, **options)
     if executor == "inductor":
         return check_inductor(build, body, zero_is_none=zero_is_none, **options)
     if stock:
@@ -119,6 +125,16 @@ def check_inductor(
     return run
 
 
+def check_halved(build: Callable[[], nn.Module], body: Body, exact: Body, **options: Any) -> Any:
+    """Hold a planned loop in half precision to twice stock inductor's error, with torch's draws."""
+    wanted, _ = trained(build, exact, lambda model: model)
+    stock = trained_by_inductor(build, body, options={"fallback_random": True})
+    options["inductor"] = {"fallback_random": True}
+    found, run = trained(build, body, lambda model: planned(model, "inductor", **options))
+    assert inexact(found, stock, wanted) == []
+    return run
+
+
 def draws(build: Callable[[], nn.Module], body: Body) -> bool:
     """Whether the plain model's loop leaves another state of the generator than it found."""
     left, _ = trained(build, body, lambda model: model)
@@ -127,7 +143,10 @@ def draws(build: Callable[[], nn.Module], body: Body) -> bool:
 
 
 def trained_by_inductor(
-    build: Callable[[], nn.Module], body: Body, then: Run | None = None
+    build: Callable[[], nn.Module],
+    body: Body,
+    then: Run | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Outcome:
     """The loop under stock inductor, without the donated buffers that forbid retain_graph.
 
@@ -137,7 +156,7 @@ def trained_by_inductor(
 
     def prepare(model: nn.Module) -> Run:
         whole = model if then is None else lambda x: then(model(x))
-        return torch.compile(whole, dynamic=False)
+        return torch.compile(whole, dynamic=False, options=options)
 
     with functorch_config.patch(donated_buffer=False):
         return trained(build, body, prepare)[0]

@@ -178,11 +178,12 @@ def check(program: Program, planning: Planning, executor: str = "eager") -> None
             if executor == "inductor":
                 check_rounded(program, planning, wanted, found)
                 return
-            if differences(wanted, found, zero_is_none=True):
+            if wrong := differences(wanted, found, zero_is_none=True):
                 with functorch_config.patch(donated_buffer=False):
                     stock, _, _ = outcome_of(program, stock_of)
+                # Stock may be wrong elsewhere: where a buffer is read and then written.
                 say("the plain model differs from stock aot_eager")
-                assert differences(stock, found, zero_is_none=True) == []
+                assert not set(wrong) & set(differences(stock, found, zero_is_none=True))
             if planning.measured and program.loss_inside:
                 check_peak(program, net, run)
 
@@ -315,6 +316,20 @@ REGRESSIONS = [
             loop="two_steps",
         ),
         Planning(memory_budget=0.0, measured=True),
+    ),
+    (  # stock drops a draw that nobody reads, and reads a buffer after it was written
+        Program(
+            (
+                Instruction("parameter"),
+                Instruction("buffer", knob=24),
+                Instruction("buffer", knob=19),
+                Instruction("random", knob=31),
+                Instruction("view", a=1, knob=38),
+                Instruction("buffer", a=3, b=3, knob=19),
+            ),
+            outputs=(4, 1, 0),
+        ),
+        Planning(memory_budget=0.3),
     ),
 ]
 

@@ -307,6 +307,19 @@ def test_dropout_of_nothing_and_of_everything(executor: str, p: float) -> None:
     check(lambda: Residual(dropout=p), body, executor, stock=p == 1.0)
 
 
+def test_random_numbers_that_nobody_reads(executor: str) -> None:
+    class Wasteful(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            x * torch.rand(WIDTH)
+            return super().forward(x)
+
+    def body(model: nn.Module, run: Run, outcome: Outcome) -> None:
+        run(batch(1)).square().sum().backward()
+
+    # torch's compiled graphs drop them; the plain model's generator has moved further.
+    check(Wasteful, body, executor, stock=True)
+
+
 def test_shared_weights_under_autocast(executor: str) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._inductor.exc import InductorError
 
 import remat
+from remat.measurement import measure
 from remat.solvers.errors import CaptureError
 from tests.models import beyond
 from tests.models.beyond import BATCH, WIDTH, Block, Layer, Sandwich, Wrapped
@@ -66,6 +68,9 @@ DRAWING = (
     "checkpoint with dropout",
 )
 
+# Inductor itself compiles no scan: its loop reads an index out of a fake tensor.
+UNCOMPILED = ("scan", "map")
+
 # What Dynamo breaks the graph at: several graphs are planned or refused, never run past the budget.
 BREAKING: dict[str, Callable[[Any], Any]] = {
     "disabled": beyond.disabled,
@@ -112,13 +117,46 @@ def test_the_least_peak_gives_the_plain_numbers_and_says_what_is_kept(name: str)
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("executor", ["inductor"])
-@pytest.mark.parametrize("name", [name for name in PLANNED if name not in DRAWING])
+@pytest.mark.parametrize("name", [name for name in PLANNED if name not in (*DRAWING, *UNCOMPILED)])
 def test_the_least_peak_under_inductor_gives_the_plain_numbers(name: str, executor: str) -> None:
     middle, _ = PLANNED[name]
     plain, _ = outcome(middle, plan=False)
     torch._dynamo.reset()
     planned, _ = outcome(middle, plan=True, executor=executor)
     assert rounded(plain, planned) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("executor", ["inductor"])
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_what_inductor_cannot_compile_is_its_own_error(name: str, executor: str) -> None:
+    middle, _ = PLANNED[name]
+    with pytest.raises(InductorError) as stock:
+        torch.compile(Sandwich(middle()))(torch.randn(BATCH, WIDTH))
+    torch._dynamo.reset()
+    with pytest.raises(InductorError) as ours:
+        outcome(middle, plan=True, executor=executor)
+    assert str(ours.value) == str(stock.value)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("executor", ["inductor"])
+@pytest.mark.parametrize("name", ["cond", "while_loop"])
+@pytest.mark.parametrize("memory_budget", [0.0, 0.5])
+def test_the_peak_of_a_branch_is_at_most_the_replayed_one(
+    name: str, memory_budget: float, executor: str
+) -> None:
+    model, x = Sandwich(PLANNED[name][0]()), torch.randn(BATCH, WIDTH)
+    run = remat.compile(model, memory_budget=memory_budget, executor=executor, time_limit=0.3)
+    for sign in (1, -1) * 3:
+
+        def step(x: Tensor = sign * x) -> None:
+            run(x).backward()
+            model.zero_grad()
+
+        measured = measure(step, resident=(model, x))
+    plan = run.plans[-1]
+    assert measured.graph <= plan.peak - plan.problem.fixed_bytes
 
 
 @pytest.mark.parametrize("name", BREAKING)
