@@ -1,7 +1,8 @@
 """What a step does beside its tensors while it is traced, which its graph will never do again.
 
 A graph replays ops on tensors. A counter that the step moves, a scheduler it steps, a list it
-appends to, a seed it sets: all that happens once, when the step is traced. Here it is noticed.
+appends to, a seed it sets: all that happens once, when the step is traced. Here it is noticed. Only
+switches (``train()``, ``eval()``, ``requires_grad_()``) are done again behind every run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,15 +32,37 @@ _SEEDS: Final = ("manual_seed", "seed")
 _STATES: Final = ("set_rng_state",)
 
 
+@dataclass(frozen=True)
+class Flags:
+    """What a step switches, and every run of its graph switches again.
+
+    Attributes:
+        training: number of a module in ``Places.parts`` → its ``training`` behind the step.
+        trained: number of an input → whether it requires a gradient behind the step.
+    """
+
+    training: dict[int, bool]
+    trained: dict[int, bool]
+
+    def switch(self, places: Places) -> None:
+        """Behind a run."""
+        for number, training in self.training.items():
+            places.parts[number].training = training
+        for number, trained in self.trained.items():
+            places.inputs[number].requires_grad_(trained)
+
+
 class SideEffects:
     """Of one trace.
 
     Attributes:
         changed: what it changed in Python, for people; empty if nothing.
+        flags: what it switched.
     """
 
     def __init__(self, places: Places) -> None:
         self.changed = ""
+        self.flags = Flags({}, {})
         self._places = places
         self._thread = threading.get_ident()
         self._seeded = False
@@ -78,14 +102,16 @@ class SideEffects:
             )
 
     @contextlib.contextmanager
-    def around_call(self) -> Iterator[None]:
-        """Around the step's function, its tensors swapped for those of the trace.
+    def around_call(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around the step's function, its tensors swapped for ``others``, those of the trace.
 
         Raises:
             CaptureError: it changed what will not stay changed, or left a number of the trace.
         """
         before = self._numbers()
+        training = [part.training for part in self._places.parts]
         yield
+        self.flags = self._switched(training, others)
         after = self._numbers()
         for name in dict.fromkeys((*before, *after)):
             old, new = before.get(name, ()), after.get(name, ())
@@ -104,6 +130,21 @@ class SideEffects:
                 )
             self.changed = name
 
+    def _switched(self, training: list[bool], others: Sequence[torch.Tensor]) -> Flags:
+        pairs = enumerate(zip(self._places.inputs, others, strict=True))
+        return Flags(
+            {
+                number: part.training
+                for number, part in enumerate(self._places.parts)
+                if part.training != training[number]
+            },
+            {
+                number: other.requires_grad
+                for number, (tensor, other) in pairs
+                if tensor.is_leaf and other.requires_grad != tensor.requires_grad
+            },
+        )
+
     @property
     def _swapped(self) -> set[str]:
         """Containers that hold tensors: a copy of them stands there during the trace."""
@@ -118,7 +159,7 @@ class SideEffects:
         for part in self._places.parts:
             path = self._places.paths.get(part) or type(part).__name__
             for name, value in vars(part).items():
-                if isinstance(value, (*PLAIN, *_SYMBOLIC)):
+                if name != "training" and isinstance(value, (*PLAIN, *_SYMBOLIC)):
                     found[f"{path}.{name}"] = (_typed(value),)
         for optimizer in self._places.optimizers:
             for group in optimizer.param_groups:

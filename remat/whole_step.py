@@ -8,7 +8,9 @@ optimizer's state), are outputs; what it writes in place is updated in the graph
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ from remat.plan_log import log_plan
 from remat.plans import Plan
 from remat.pooled import recording_notes
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
+from remat.step_errors import explained
 from remat.step_names import PLAIN, tensors_in
 from remat.step_places import Entry, Places, Swapped
 from remat.step_side import SideEffects
@@ -73,7 +76,7 @@ class _Captured:
     graph: Graph
     bound: _Bound
     plan: Plan
-    changed: str = ""  # in Python, while it was traced: it is run once, and never again
+    effects: SideEffects  # of its trace; a step that changed something in Python is run once
 
 
 class CompiledStep:
@@ -93,6 +96,20 @@ class CompiledStep:
         self._captured: dict[Any, _Captured] = {}
         self._lock = threading.RLock()
 
+    # As with a function, a copy means the same modules; a method's owner is copied with it.
+
+    def __copy__(self) -> CompiledStep:
+        return CompiledStep(self._function, self._state, self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
+        function, state = copy.deepcopy((self._function, self._state), memo)
+        return CompiledStep(function, state, self._options)
+
+    def __reduce__(self) -> Any:
+        if getattr(sys.modules.get(self.__module__), self.__qualname__, None) is self:
+            return self.__qualname__
+        return CompiledStep, (self._function, self._state, self._options)
+
     @property
     def plans(self) -> tuple[Plan, ...]:
         """See the class."""
@@ -106,7 +123,7 @@ class CompiledStep:
             if key not in self._captured:
                 self._check_limit()
                 self._captured[key] = _capture(self._function, places, self._options)
-            elif changed := self._captured[key].changed:
+            elif changed := self._captured[key].effects.changed:
                 raise CaptureError(
                     f"the step changes {changed} in Python, which happened when it was captured, "
                     "and which its graph does not do again: do it outside the step, or in a tensor"
@@ -219,7 +236,7 @@ def compile_step(
 def _capture(
     function: Callable[..., Any], places: Places, options: Options, *, run: bool = True
 ) -> _Captured:
-    step, bound, changed = _trace(function, places, options, run=run)
+    step, bound, effects = _trace(function, places, options, run=run)
     device = main_device(places.inputs)
     spec = find_device(options.device or device)
     storages = step_storages(step, spec.granularity, device.type)
@@ -253,7 +270,7 @@ def _capture(
     place = None if plan.offload is None else Place(plan.offload)
     made = emit_step(lowered, plan.solution.schedule, place)
     graph = _runner(step, made, options, places, plan) if run else made
-    return _Captured(graph, bound, plan, changed)
+    return _Captured(graph, bound, plan, effects)
 
 
 def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:
@@ -280,7 +297,7 @@ def _runner(
 
 def _trace(
     function: Callable[..., Any], places: Places, options: Options, *, run: bool
-) -> tuple[StepGraph, _Bound, str]:
+) -> tuple[StepGraph, _Bound, SideEffects]:
     bound: list[_Bound] = []
     effects = SideEffects(places)
     # What runs, runs here, by the kernels of this device.
@@ -294,7 +311,7 @@ def _trace(
         others, rates = list(given[:count]), [rate.item() for rate in given[count:]]
         with places.swapped(others, rates) as swapped, torch.enable_grad(), routed:
             args, kwargs = swapped.arguments()
-            with effects.around_call():
+            with effects.around_call(others):
                 result = function(*args, **kwargs)
             _check_rates(groups, rates)
             swapped.refuse_new_bindings()
@@ -307,34 +324,16 @@ def _trace(
     try:
         with effects.watched():
             module = tracing.trace_functional(flat, fakes, places.paths)
-    except tracing.DEPENDS_ON_DATA as error:
-        raise CaptureError(
-            "the step asks a tensor for its content and goes on from there (item(), bool(), a size "
-            f"that depends on data): {_first_line(error)}. One graph cannot: move it out of the "
-            "step, or use remat.compile"
-        ) from error
     except RematError:
         raise
     except Exception as error:
-        if "backward() through example input" in str(error):
-            raise CaptureError(
-                "the step names a tensor that was computed outside, with its autograd history, and "
-                "backward goes on there: compute it in the step, or detach it"
-            ) from error
-        if "convert all Tensors to FakeTensors" not in str(error):
+        if (said := explained(error)) is None:
             raise
-        raise CaptureError(
-            "the step reads a tensor that is no argument, no variable it names, and in none of the "
-            "modules and optimizers it names: hand it over as an argument, or its module by state="
-        ) from error
+        raise said from error
     step = StepGraph.of(module)
     _check_aliases(step, places)
     effects.refuse_replayed_draws(any(ops.is_random(node) for node in step.nodes))
-    return step, bound[0], effects.changed
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return step, bound[0], effects
 
 
 def _rate_tensors(places: Places) -> list[torch.Tensor]:
@@ -421,4 +420,5 @@ def _run(captured: _Captured, places: Places) -> Any:
     for entry, leaf in bound.state.items():
         parameter = places.inputs[entry.parameter]
         places.optimizers[entry.optimizer].state[parameter][entry.key] = value(leaf)
+    captured.effects.flags.switch(places)
     return pytree.tree_unflatten([value(leaf) for leaf in bound.result], bound.tree)

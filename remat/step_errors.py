@@ -1,0 +1,73 @@
+"""Why a step could not be traced, in words that say where it stands and what to do."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from remat.passes.torch_private import tracing
+from remat.solvers.errors import CaptureError
+
+_TORCH: Final = Path(torch.__file__).parent
+_REMAT: Final = Path(__file__).parent
+_UPDATES: Final = _TORCH / "optim"
+_LAYERS: Final = _TORCH / "nn" / "modules"
+
+
+def explained(error: Exception) -> CaptureError | None:
+    """What stands in the way, or None if the error is the step's own."""
+    text = str(error)
+    if isinstance(error, tracing.DEPENDS_ON_DATA):
+        return CaptureError(_asks_for_content(error))
+    if "backward() through example input" in text:
+        return CaptureError(
+            "the step names a tensor that was computed outside, with its autograd history, and "
+            "backward goes on there: compute it in the step, or detach it"
+        )
+    if "convert all Tensors to FakeTensors" in text:
+        return CaptureError(
+            "the step reads a tensor that is no argument, no variable it names, and in none of the "
+            "modules and optimizers it names: hand it over as an argument, or its module by state="
+        )
+    return None
+
+
+def _asks_for_content(error: Exception) -> str:
+    file, line, name = _place(error)
+    at = f"{file.name}, line {line}, in {name}"
+    if _UPDATES in file.parents:
+        return (
+            f"the optimizer of the step reads its rate or a count as a number, and goes on from "
+            f"there, which one graph cannot ({at}): make it with fused=False, or take one that "
+            "only computes with them (SGD, Adam, AdamW, NAdam, Adamax, Adagrad, Adadelta, RMSprop, "
+            "Rprop); or use remat.compile, and step outside"
+        )
+    if _LAYERS in file.parents:
+        return (
+            f"a {file.stem} layer of the step reads the content of a tensor, and goes on from "
+            f"there, which one graph cannot ({at}): BatchNorm wants a momentum, not None; or use "
+            "remat.compile"
+        )
+    return (
+        "the step asks a tensor for its content and goes on from there (item(), bool(), a size "
+        f"that depends on data), which one graph cannot ({at}: {_first_line(error)}): move it out "
+        "of the step, or use remat.compile"
+    )
+
+
+def _place(error: Exception) -> tuple[Path, int, str]:
+    """The innermost line of the caller's, of an optimizer or of a layer: (file, line, function)."""
+    found = (Path("the step"), 0, "?")
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        inside = {_TORCH, _REMAT} & set(file.parents)
+        if not inside or {_UPDATES, _LAYERS} & set(file.parents):
+            found = (file, frame.lineno or 0, frame.name)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
