@@ -106,8 +106,9 @@ class CompiledStep:
         return CompiledStep(function, state, self._options)
 
     def __reduce__(self) -> Any:
-        if getattr(sys.modules.get(self.__module__), self.__qualname__, None) is self:
-            return self.__qualname__
+        name = vars(self).get("__qualname__", "")
+        if getattr(sys.modules.get(self.__module__), name, None) is self:
+            return name  # a decorated function, found where it was defined
         return CompiledStep, (self._function, self._state, self._options)
 
     @property
