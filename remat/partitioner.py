@@ -96,7 +96,8 @@ def partition(
     """Plan a joint graph within ``options.memory_budget`` and split it accordingly.
 
     Where the baseline meets the budget, torch's own two graphs are handed over untouched, unless
-    their backward reads an input that forward has overwritten by then.
+    their backward reads an input that forward has overwritten by then, or (where no wrapper tells
+    the peak) they keep states of generators, which the baseline does not count.
 
     Args:
         module: the joint graph, as AOTAutograd hands it to a ``partition_fn``.
@@ -135,6 +136,7 @@ def partition(
     schedule = plan.solution.schedule
     place = None if plan.offload is None else Place(plan.offload, options.executor != "inductor")
     wrong = reads_overwritten(joint, own[1])
+    wrong |= options.executor != "inductor" and private.saves_generators(own[0])
     if schedule == plan.baseline and not (plan.keep or plan.recompute) and not wrong:
         return Partition(*own, plan)
     forward, backward = split(lowered, schedule, place)

@@ -51,6 +51,14 @@ def is_primal(node: fx.Node) -> bool:
     )
 
 
+def saves_generators(forward: fx.GraphModule) -> bool:
+    """Whether torch keeps states of generators for ops in regions that the user checkpoints.
+
+    It does so for all that may draw; attention without dropout is among them.
+    """
+    return any("rng_state" in str(node.target) for node in forward.graph.nodes)
+
+
 def is_opaque(value: object) -> bool:
     """Whether a traced value is a script object rather than a tensor or a number."""
     return isinstance(value, _OPAQUE)

@@ -179,8 +179,7 @@ def check(program: Program, planning: Planning, executor: str = "eager") -> None
                 check_rounded(program, planning, wanted, found)
                 return
             if wrong := differences(wanted, found, zero_is_none=True):
-                with functorch_config.patch(donated_buffer=False):
-                    stock, _, _ = outcome_of(program, stock_of)
+                stock = stock_outcome(program)
                 # Stock may be wrong elsewhere: where a buffer is read and then written.
                 say("the plain model differs from stock aot_eager")
                 assert not set(wrong) & set(differences(stock, found, zero_is_none=True))
@@ -213,6 +212,20 @@ def check_rounded(program: Program, planning: Planning, wanted: Any, found: Any)
         program, lambda net: remat.compile(net, executor="inductor", **options)
     )
     assert rounded(wanted, found, zero_is_none=True) == []
+
+
+def stock_outcome(program: Program) -> Any:
+    """Of stock aot_eager; where its backward finds a buffer written since, of an unplanned run."""
+    try:
+        with functorch_config.patch(donated_buffer=False):
+            return outcome_of(program, stock_of)[0]
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+    say("stock aot_eager fails")
+    torch._dynamo.reset()
+    options = Planning().options()
+    return outcome_of(program, lambda net: remat.compile(net, executor="eager", **options))[0]
 
 
 def stock_of(net: Net) -> Any:
@@ -316,6 +329,18 @@ REGRESSIONS = [
             loop="two_steps",
         ),
         Planning(memory_budget=0.0, measured=True),
+    ),
+    (  # torch's own graphs keep a generator's state for attention that draws nothing
+        Program(
+            (
+                Instruction(
+                    "checkpointed", a=1, b=0, body=(Instruction("attention", a=0, knob=20),)
+                ),
+            ),
+            input_gradient=True,
+            loss_inside=True,
+        ),
+        Planning(memory_budget=0.3, measured=True),
     ),
     (  # stock drops a draw that nobody reads, and reads a buffer after it was written
         Program(
