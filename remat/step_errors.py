@@ -15,6 +15,8 @@ _TORCH: Final = Path(torch.__file__).parent
 _REMAT: Final = Path(__file__).parent
 _UPDATES: Final = _TORCH / "optim"
 _LAYERS: Final = _TORCH / "nn" / "modules"
+_AROUND: Final = ("lr_scheduler.py", "swa_utils.py", "module.py", "container.py", "optimizer.py")
+"""Files of torch that call what is the caller's, or are called beside an update."""
 
 
 def explained(error: Exception) -> CaptureError | None:
@@ -46,10 +48,10 @@ def _asks_for_content(error: Exception) -> str:
             "Rprop); or use remat.compile, and step outside"
         )
     if _LAYERS in file.parents:
+        help_ = "give BatchNorm a momentum, not None; or " * (file.stem == "batchnorm")
         return (
-            f"a {file.stem} layer of the step reads the content of a tensor, and goes on from "
-            f"there, which one graph cannot ({at}): BatchNorm wants a momentum, not None; or use "
-            "remat.compile"
+            "a layer of the step reads the content of a tensor, and goes on from there, which one "
+            f"graph cannot ({at}): {help_}use remat.compile"
         )
     return (
         "the step asks a tensor for its content and goes on from there (item(), bool(), a size "
@@ -64,7 +66,8 @@ def _place(error: Exception) -> tuple[Path, int, str]:
     for frame in traceback.extract_tb(error.__traceback__):
         file = Path(frame.filename)
         inside = {_TORCH, _REMAT} & set(file.parents)
-        if not inside or {_UPDATES, _LAYERS} & set(file.parents):
+        part = {_UPDATES, _LAYERS} & set(file.parents) and file.name not in _AROUND
+        if not inside or part:
             found = (file, frame.lineno or 0, frame.name)
     return found
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from remat.solvers.errors import InvalidOption
 
 PLAIN: Final = (int, float, str, bool, type(None))
-_BY_VALUE: Final = (*PLAIN, bytes, complex, torch.device, torch.dtype)
+BY_VALUE: Final = (*PLAIN, bytes, complex, torch.device, torch.dtype)
 _FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
 
 
@@ -61,6 +61,11 @@ class Same:
 
     __slots__ = ("_id", "_item")
 
+    @property
+    def number(self) -> int:
+        """The id."""
+        return self._id
+
     def __init__(self, item: object) -> None:
         self._id = id(item)
         self._item: Callable[[], object]
@@ -79,13 +84,13 @@ class Same:
 
 def described(item: object) -> object:
     """The part of a key that says what ``item`` is: 1, 1.0 and True are three things."""
-    if isinstance(item, _BY_VALUE):
+    if isinstance(item, BY_VALUE):
         return type(item).__name__, repr(item) if isinstance(item, float) else item
     if isinstance(item, MethodType):  # each access makes another
         return Same(item.__self__), Same(item.__func__)
     if isinstance(item, tuple | list):
         return type(item).__name__, tuple(map(described, item))
-    if isinstance(item, set | frozenset) and all(isinstance(x, _BY_VALUE) for x in item):
+    if isinstance(item, set | frozenset) and all(isinstance(x, BY_VALUE) for x in item):
         return type(item).__name__, frozenset(map(described, item))
     if isinstance(item, dict):
         return tuple((described(key), described(value)) for key, value in item.items())
@@ -96,7 +101,7 @@ def settles(item: object) -> bool:
     """Whether what ``item`` is decides what a step does, and is told by a key: numbers, functions,
     and containers of them. Tensors, modules and other objects are looked at elsewhere, or not.
     """
-    if isinstance(item, (*_BY_VALUE, *_FUNCTIONS)):
+    if isinstance(item, (*BY_VALUE, *_FUNCTIONS)):
         return True
     if isinstance(item, dict):
         return all(map(settles, item.values()))
@@ -108,9 +113,11 @@ def tensors_in(content: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(content) if isinstance(leaf, torch.Tensor)]
 
 
-def reach(function: Callable[..., Any], state: object) -> tuple[list[object], list[Holder]]:
-    """The modules and optimizers a function can reach by name, and those of ``state``; and all that
-    it can name.
+def reach(
+    function: Callable[..., Any], state: object
+) -> tuple[list[object], list[Holder], frozenset[str]]:
+    """What a function can reach: (modules and optimizers, by name or in ``state``; all that it can
+    name; all names in its code, and in that of the functions it names).
 
     Raises:
         InvalidOption: ``state`` holds something else.
@@ -123,25 +130,29 @@ def reach(function: Callable[..., Any], state: object) -> tuple[list[object], li
                 "none; hand tensors over as arguments"
             )
         found.append(leaf)
-    holders = {holder.place: holder for holder in _named(function, set())}
+    mentioned: set[str] = set()
+    holders = {holder.place: holder for holder in _named(function, set(), mentioned)}
     for holder in holders.values():
         leaves = pytree.tree_leaves(holder.content)
         found += [item for item in leaves if isinstance(item, nn.Module | torch.optim.Optimizer)]
-    return found, list(holders.values())
+    return found, list(holders.values()), frozenset(mentioned)
 
 
-def _named(function: Callable[..., Any], seen: set[int]) -> Iterator[Holder]:
+def _named(function: Callable[..., Any], seen: set[int], mentioned: set[str]) -> Iterator[Holder]:
     """What the code of a function can name; and what the functions it names so can name."""
     inner: Any = getattr(function, "__func__", function)
     if id(inner) in seen:
         return
     seen.add(id(inner))
     code = getattr(inner, "__code__", None)
-    names = set() if code is None else _names(code)
+    names = set() if code is None else code_names(code)
+    mentioned |= names
     for holder in (*_of_self(function, names), *_of_code(inner, names)):
         yield holder
         if _is_followed(holder.content):
-            yield from _named(holder.content, seen)
+            yield from _named(holder.content, seen, mentioned)
+        elif (call := _called(holder.content)) is not None:
+            yield from _named(call, seen, mentioned)
     bound = getattr(function, "__self__", None)
     if bound is None or isinstance(bound, nn.Module | torch.optim.Optimizer):
         return
@@ -149,7 +160,17 @@ def _named(function: Callable[..., Any], seen: set[int]) -> Iterator[Holder]:
         method = getattr(type(bound), name, None)
         method = method.fget if isinstance(method, property) else method
         if isinstance(method, FunctionType):
-            yield from _named(MethodType(method, bound), seen)
+            yield from _named(MethodType(method, bound), seen, mentioned)
+
+
+def _called(content: object) -> MethodType | None:
+    """How an object of the caller's is called; modules and torch's own are looked at elsewhere."""
+    method = vars(type(content)).get("__call__")
+    if not isinstance(method, FunctionType) or isinstance(content, nn.Module):
+        return None
+    return (
+        None if str(method.__module__).startswith(("torch", "remat")) else method.__get__(content)
+    )
 
 
 def _is_followed(content: object) -> bool:
@@ -173,7 +194,7 @@ def _of_self(function: Callable[..., Any], names: set[str]) -> Iterator[Holder]:
 
 
 def _keep(_: Any) -> None:
-    """A number of a class stays what it is."""
+    """Numbers of a class, and defaults, stay what they are."""
 
 
 def _of_code(inner: Any, names: set[str]) -> Iterator[Holder]:
@@ -187,9 +208,20 @@ def _of_code(inner: Any, names: set[str]) -> Iterator[Holder]:
         get, put = partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")
         yield Holder(name, (id(cell), ""), content, get, put)
     yield from (Holder.in_dict(known, name) for name in names if name in known)
+    if code is not None:
+        yield from _defaults(inner, code)
 
 
-def _names(code: CodeType) -> set[str]:
+def _defaults(inner: Any, code: CodeType) -> Iterator[Holder]:
+    """What stands for arguments that a call leaves out."""
+    values = getattr(inner, "__defaults__", None) or ()
+    last = code.co_varnames[: code.co_argcount][code.co_argcount - len(values) :]
+    named = dict(zip(last, values, strict=True)) | (getattr(inner, "__kwdefaults__", None) or {})
+    for name, content in named.items():
+        yield Holder(name, (id(inner), name), content, partial(named.get, name), _keep)
+
+
+def code_names(code: CodeType) -> set[str]:
     """The names in a code object and in those of the functions it defines."""
     inner = (item for item in code.co_consts if isinstance(item, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*map(code_names, inner))

@@ -7,11 +7,9 @@ has run, those that the step bound anew are bound to what the graph returned.
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -20,19 +18,11 @@ from torch.utils import _pytree as pytree
 
 from remat.passes.torch_private.autograd import has_hooks
 from remat.solvers.errors import CaptureError
+from remat.step_contents import Walk, contents, names_in_methods
 from remat.step_names import PLAIN, Holder, Same, described, reach, settles, tensors_in
 
-_HELD: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+HELD: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _REDUCING: Final = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An entry of an optimizer's state: of the parameter ``parameter`` (an input), by ``key``."""
-
-    optimizer: int
-    parameter: int
-    key: str
 
 
 @dataclass
@@ -43,6 +33,7 @@ class Places:
         modules, optimizers: what was found, outermost first.
         holders: all that the function finds by name.
         arguments: (args, kwargs) of the call.
+        names: all that the code of the step mentions.
         lifts_rates: learning rates that are numbers are inputs, not part of the graph.
         inputs: every tensor once, in the order it was met.
         parts: every module in ``modules``, once, in the order it was met.
@@ -53,6 +44,7 @@ class Places:
     tensors: list[torch.Tensor]
     holders: list[Holder]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    names: frozenset[str]
     lifts_rates: bool = True
     inputs: list[torch.Tensor] = field(default_factory=list)
     parts: list[nn.Module] = field(default_factory=list)
@@ -70,6 +62,12 @@ class Places:
                 found.setdefault(part, full)
         return found
 
+    @cached_property
+    def names_of_modules(self) -> frozenset[str]:
+        """What the methods of the modules mention."""
+        kinds = dict.fromkeys(type(part) for part in self.parts)
+        return self.names.union(*(names_in_methods(kind) for kind in kinds))
+
     @staticmethod
     def of(
         function: Callable[..., Any],
@@ -86,8 +84,8 @@ class Places:
             CaptureError: an argument has a history, hooks hang on a tensor, or a module exchanges
                 gradients.
         """
-        roots, holders = reach(function, state)
-        found = Places([], [], [], holders, (args, kwargs), lifts_rates)
+        roots, holders, names = reach(function, state)
+        found = Places([], [], [], holders, (args, kwargs), names, lifts_rates)
         named = (tensor for holder in holders for tensor in holder.tensors)
         for root in (*roots, *pytree.tree_leaves((args, kwargs)), *named):
             found._look(root)
@@ -142,7 +140,13 @@ class Places:
             for group in optimizer.param_groups:
                 yield from group["params"]
                 yield from (value for value in group.values() if isinstance(value, torch.Tensor))
-            for state in optimizer.state.values():
+            for parameter, state in optimizer.state.items():
+                if not isinstance(parameter, torch.Tensor) or not isinstance(state, dict):
+                    raise CaptureError(
+                        f"{type(optimizer).__name__} keeps state of its own, {parameter!r:.40}, "
+                        "beside that of parameters, which a graph cannot write: keep it in "
+                        "state[parameter], in tensors"
+                    )
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         yield from self.tensors
 
@@ -194,6 +198,7 @@ class Places:
             gradients,
             storages,
             tuple(self._describe(leaf) for leaf in leaves),
+            tuple(self._unsettled(leaves)),
             str(spec),
             tuple(self._of_names()),
             tuple(self._of_modules()),
@@ -202,6 +207,7 @@ class Places:
             _autocast("cpu"),
             _autocast("cuda"),
             torch.get_default_dtype(),
+            torch.is_grad_enabled(),
         )
 
     def _describe(self, leaf: object) -> object:
@@ -217,18 +223,28 @@ class Places:
                 for leaf in leaves
                 if isinstance(leaf, torch.Tensor) or settles(leaf)
             )
+            yield from self._unsettled(leaves)
             if isinstance(holder.content, dict):
                 yield tuple(map(repr, holder.content))
 
+    def _unsettled(self, leaves: Iterable[object]) -> Iterator[object]:
+        """What objects hold, and are told by no key of their own."""
+        for leaf in leaves:
+            if not (isinstance(leaf, torch.Tensor) or settles(leaf)):
+                yield tuple(contents(leaf, self.names))
+
     def _of_modules(self) -> Iterator[object]:
+        walk = Walk(self.names_of_modules)
         for part in self.parts:
             yield Same(part)
             for name, value in vars(part).items():
                 if isinstance(value, PLAIN):
                     yield described(value)
                 # Hooks are functions in dicts; most of these are empty.
-                elif value and name not in _HELD and settles(value):
+                elif value and name not in HELD and settles(value):
                     yield name, described(value)
+                elif value and name not in HELD and not name.startswith("_"):
+                    yield name, tuple(walk.through(value))
         for kind in dict.fromkeys(type(part) for part in self.parts):
             yield tuple(_of_class(kind))
 
@@ -240,6 +256,9 @@ class Places:
     def _of_optimizers(self) -> Iterator[object]:
         for optimizer in self.optimizers:
             yield Same(optimizer)
+            for name, value in vars(optimizer).items():
+                if not name.startswith("_") and isinstance(value, PLAIN):
+                    yield name, described(value)
             hooks = (v for k, v in vars(optimizer).items() if k.endswith("_hooks") and v)
             yield tuple(described(held) for held in hooks if settles(held))
             for group in optimizer.param_groups:
@@ -254,122 +273,6 @@ class Places:
                 entries = tuple((key, self._describe(value)) for key, value in state.items())
                 yield self.index(parameter), entries
 
-    @contextlib.contextmanager
-    def swapped(self, others: list[torch.Tensor], rates: list[Any]) -> Iterator[Swapped]:
-        """Every slot holds ``others[i]`` instead of input ``i``, and the groups ``rates``."""
-        swapped = Swapped(self, others)
-        undo: list[Callable[[], None]] = []
-        try:
-            undo += [_swap_holder(holder, swapped) for holder in self.holders if holder.tensors]
-            undo += _swap_modules(self, swapped)
-            undo += _swap_optimizers(self, swapped, rates)
-            for tensor, other in zip(self.inputs, others, strict=True):
-                if tensor.is_leaf and other.is_leaf:
-                    other.grad = None if tensor.grad is None else swapped.of(tensor.grad)
-            swapped.bound = swapped.now_bound()
-            yield swapped
-        finally:
-            for restore in reversed(undo):
-                restore()
-
-
-@dataclass
-class Swapped:
-    """The tensors that stand in the slots for the time being.
-
-    Attributes:
-        bound: what :meth:`now_bound` said before the step ran.
-    """
-
-    places: Places
-    others: list[torch.Tensor]
-    bound: dict[str, list[int]] = field(default_factory=dict)
-
-    def of(self, tensor: Any) -> Any:
-        """What stands for ``tensor``; itself if it is no input."""
-        found = self.places.index(tensor)
-        return tensor if found is None else self.others[found]
-
-    def arguments(self) -> Any:
-        """(args, kwargs) with what stands for their tensors."""
-        return pytree.tree_map(self.of, self.places.arguments)
-
-    def input_of(self, other: object) -> int | None:
-        """Which input ``other`` stands for, or None."""
-        return next((i for i, item in enumerate(self.others) if item is other), None)
-
-    def now_bound(self) -> dict[str, list[int]]:
-        """Which tensors the names mean that outlive a step, and in which memory these lie.
-
-        An input and what stands for it are one: an LSTM has its parameters in a list of its own.
-        """
-        found: dict[str, list[int]] = {}
-        for holder in self.places.holders:
-            found.setdefault(holder.name, []).extend(self._identities(holder.get()))
-        for part in self.places.parts:
-            path = self.places.paths.get(part) or type(part).__name__
-            names = {**vars(part), **part._parameters, **part._buffers}
-            for name, value in names.items():
-                if name not in ("_modules", "_parameters", "_buffers"):
-                    found.setdefault(f"{path}.{name}", []).extend(self._identities(value))
-        return found
-
-    def _identities(self, content: object) -> list[int]:
-        """Of tensors; ``x.data = y`` leaves the tensor and gives it other memory."""
-        found: list[int] = []
-        for tensor in tensors_in(content):
-            index = self.places.index(tensor)
-            other = tensor if index is None else self.others[index]
-            found += [id(other), other.untyped_storage()._cdata]
-        return found
-
-    def refuse_new_bindings(self) -> None:
-        """What a step binds anew is bound while it is traced, and never again.
-
-        Raises:
-            CaptureError: a name means another tensor than before, or a tensor has other memory.
-        """
-        for name, now in self.now_bound().items():
-            if now != self.bound.get(name, []):
-                raise CaptureError(
-                    f"the step leaves another tensor in {name} than was there, which a graph "
-                    "cannot do: write into the tensor that is there (copy_; register a buffer for "
-                    "it), or return the new one"
-                )
-
-    def new_gradients(self) -> dict[int, torch.Tensor | None]:
-        """Inputs whose ``.grad`` is another object than before, and what it is."""
-        found: dict[int, torch.Tensor | None] = {}
-        for index, (tensor, other) in enumerate(zip(self.places.inputs, self.others, strict=True)):
-            if not (tensor.is_leaf and other.is_leaf):
-                continue
-            before = None if tensor.grad is None else self.of(tensor.grad)
-            if other.grad is not before:
-                found[index] = other.grad
-        return found
-
-    def new_state(self) -> dict[Entry, Any]:
-        """Entries of optimizers' states that are other objects than before, tensors or numbers."""
-        found: dict[Entry, Any] = {}
-        for number, optimizer in enumerate(self.places.optimizers):
-            for parameter, state in optimizer.state.items():
-                index = self.input_of(parameter)
-                if index is None:
-                    continue
-                before = self._before(number, index)
-                for key, value in state.items():
-                    known = before.get(key, found)
-                    same = self.of(known) is value or (type(value) in PLAIN and known == value)
-                    if not same:
-                        found[Entry(number, index, key)] = value
-        return found
-
-    def _before(self, number: int, index: int) -> Mapping[str, Any]:
-        states: Mapping[Any, Any] = self._states[number]
-        return states.get(self.places.inputs[index], {})
-
-    _states: list[Mapping[Any, Any]] = field(default_factory=list)
-
 
 def _of_class(kind: type) -> Iterator[object]:
     """Numbers and functions of the caller's classes; torch's stay as they are."""
@@ -378,62 +281,6 @@ def _of_class(kind: type) -> Iterator[object]:
             for name, value in vars(base).items():
                 if not name.startswith("__") and settles(value):
                     yield name, described(value)
-
-
-def _swap_holder(holder: Holder, swapped: Swapped) -> Callable[[], None]:
-    holder.put(pytree.tree_map(swapped.of, holder.content))
-    return partial(holder.put, holder.content)
-
-
-def _swap_modules(places: Places, swapped: Swapped) -> list[Callable[[], None]]:
-    undo: list[Callable[[], None]] = []
-    for part in places.parts:
-        for held in (part._parameters, part._buffers):
-            before: dict[str, Any] = dict(held)
-            undo.append(partial(_refill, held, before))
-            held.update({name: swapped.of(value) for name, value in before.items()})
-        undo.append(partial(_drop_new, vars(part), dict(vars(part))))
-    return undo
-
-
-def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
-    held.clear()
-    held.update(before)
-
-
-def _drop_new(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """Where a step has bound attributes to tensors of the trace, they are as before."""
-    for name in list(attributes):
-        if attributes[name] is not before.get(name) and tensors_in(attributes[name]):
-            del attributes[name]
-            attributes.update({name: before[name]} if name in before else {})
-
-
-def _swap_optimizers(
-    places: Places, swapped: Swapped, rates: list[Any]
-) -> list[Callable[[], None]]:
-    undo: list[Callable[[], None]] = []
-    for (group, before), rate in zip(places.rates(), rates, strict=True):
-        undo.append(partial(group.__setitem__, "lr", before))
-        group["lr"] = rate
-    for optimizer in places.optimizers:
-        state = optimizer.state
-        swapped._states.append(state)
-        undo.append(partial(setattr, optimizer, "state", state))
-        entries = {
-            swapped.of(parameter): {key: swapped.of(value) for key, value in held.items()}
-            for parameter, held in state.items()
-        }
-        optimizer.state = defaultdict(dict, entries)
-        for group in optimizer.param_groups:
-            params = group["params"]
-            undo.append(partial(group.__setitem__, "params", params))
-            group["params"] = [swapped.of(parameter) for parameter in params]
-            for key, value in group.items():
-                if places.index(value) is not None:  # a learning rate that is a tensor
-                    undo.append(partial(group.__setitem__, key, value))
-                    group[key] = swapped.of(value)
-    return undo
 
 
 def _autocast(device_type: str) -> tuple[object, ...]:

@@ -13,23 +13,27 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import CaptureError
+from remat.step_contents import SYMBOLIC, Found, contents
 from remat.step_names import PLAIN
+from remat.step_places import HELD
 
 if TYPE_CHECKING:
     from remat.step_places import Places
 
-_SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
-_OPAQUE: Final = (nn.Module, torch.optim.Optimizer, torch.Tensor, type, ModuleType)
+_Numbers = dict[Any, tuple[str, tuple[Found, ...]]]
+_NOTHING: Final[tuple[str, tuple[Found, ...]]] = "", ()
 _SEEDS: Final = ("manual_seed", "seed")
 _STATES: Final = ("set_rng_state",)
+_BY_NAME: Final = (
+    "default_generator",
+    "set_rng_state",
+)  # no function of torch's is called by these
 
 
 @dataclass(frozen=True)
@@ -102,28 +106,47 @@ class SideEffects:
             )
 
     @contextlib.contextmanager
-    def around_call(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+    def around_call(self, others: Sequence[torch.Tensor], arguments: Any) -> Iterator[None]:
         """Around the step's function, its tensors swapped for ``others``, those of the trace.
+
+        Args:
+            arguments: what it is given, a copy of the caller's containers.
 
         Raises:
             CaptureError: it changed what will not stay changed, or left a number of the trace.
         """
-        before = self._numbers()
+        before = self._numbers(arguments)
         training = [part.training for part in self._places.parts]
+        given = pytree.tree_flatten(arguments)
+        gradients = torch.is_grad_enabled()
         yield
         self.flags = self._switched(training, others)
-        after = self._numbers()
-        for name in dict.fromkeys((*before, *after)):
-            old, new = before.get(name, ()), after.get(name, ())
+        if not _is_same(pytree.tree_flatten(arguments), given):
+            raise CaptureError(
+                "the step changes a container that it is given, which its graph would not do "
+                "again: return what it puts there"
+            )
+        if torch.is_grad_enabled() != gradients:
+            raise CaptureError(
+                "the step leaves gradients switched on or off, which its graph would not do again: "
+                "use `with torch.no_grad():`, or switch outside"
+            )
+        self._compare(before, self._numbers(arguments))
+
+    def _compare(self, before: _Numbers, after: _Numbers) -> None:
+        swapped = {holder.place for holder in self._places.holders if holder.tensors}
+        for key in dict.fromkeys((*before, *after)):
+            (name, old), (_, new) = before.get(key, _NOTHING), after.get(key, _NOTHING)
+            name = name or after[key][0]
             if old == new:
                 continue
-            if any(isinstance(item, _SYMBOLIC) for item in new):
+            if any(isinstance(value, SYMBOLIC) for _, value in new):
                 raise CaptureError(
                     f"the step leaves a number that was read out of a tensor in {name}, which is "
                     "unknown while the step is traced, and would never change again: return the "
                     "tensor, and collect it outside"
                 )
-            if name in self._swapped:
+            if key in swapped:
                 raise CaptureError(
                     f"the step changes a number in {name}, beside tensors, which its graph would "
                     "not do again: count outside the step, or in a tensor"
@@ -141,37 +164,43 @@ class SideEffects:
             {
                 number: other.requires_grad
                 for number, (tensor, other) in pairs
-                if tensor.is_leaf and other.requires_grad != tensor.requires_grad
+                if tensor.is_leaf and other.is_leaf and other.requires_grad != tensor.requires_grad
             },
         )
 
-    @property
-    def _swapped(self) -> set[str]:
-        """Containers that hold tensors: a copy of them stands there during the trace."""
-        return {holder.name for holder in self._places.holders if holder.tensors}
+    def _numbers(self, arguments: Any) -> _Numbers:
+        """What holds them → (its name, all of them)."""
+        places = self._places
+        found: _Numbers = {}
 
-    def _numbers(self) -> dict[str, tuple[Any, ...]]:
-        """By the name of what holds them."""
-        found: dict[str, tuple[Any, ...]] = {}
-        for holder in self._places.holders:
-            leaves = pytree.tree_leaves(holder.get())
-            found[holder.name] = tuple(x for leaf in leaves for x in _numbers_of(leaf))
-        for part in self._places.parts:
-            path = self._places.paths.get(part) or type(part).__name__
+        def note(key: Any, name: str, item: object, names: frozenset[str]) -> None:
+            found[key] = name, tuple(contents(item, names, moving=True))
+
+        for holder in places.holders:
+            note(holder.place, holder.name, holder.get(), places.names)
+        note("arguments", "what it is given", arguments, places.names)
+        for part in places.parts:
+            path = places.paths.get(part) or type(part).__name__
             for name, value in vars(part).items():
-                if name != "training" and isinstance(value, (*PLAIN, *_SYMBOLIC)):
-                    found[f"{path}.{name}"] = (_typed(value),)
-        for optimizer in self._places.optimizers:
-            for group in optimizer.param_groups:
+                if name != "training" and name not in HELD:
+                    note((path, name), f"{path}.{name}", value, places.names_of_modules)
+        for number, optimizer in enumerate(places.optimizers):
+            kind = type(optimizer).__name__
+            for name, value in vars(optimizer).items():
+                if not name.startswith("_") and name not in ("param_groups", "state"):
+                    note((number, name), f"{name} of {kind}", value, places.names)
+            for index, group in enumerate(optimizer.param_groups):
                 for name, value in group.items():
-                    if name != "lr" and isinstance(value, (*PLAIN, *_SYMBOLIC)):
-                        key = f"{name!r} of {type(optimizer).__name__}"
-                        found[key] = (*found.get(key, ()), _typed(value))
+                    lifted = name == "lr" and isinstance(value, (float, *SYMBOLIC))
+                    if name != "params" and not (lifted and places.lifts_rates):
+                        note((number, index, name), f"{name!r} of {kind}", value, places.names)
         return found
 
     def _generators(self) -> list[bytes]:
         named = (x for h in self._places.holders for x in pytree.tree_leaves(h.content))
         found = [g for g in named if isinstance(g, torch.Generator)]
+        if not self._places.names.isdisjoint(_BY_NAME):
+            found.append(torch.default_generator)
         return [g.get_state().numpy().tobytes() for g in found]
 
     @contextlib.contextmanager
@@ -204,6 +233,25 @@ class SideEffects:
         return noting
 
 
+@contextlib.contextmanager
+def numbers_restored(places: Places, *, only_if_it_fails: bool = False) -> Iterator[None]:
+    """What a trace counts and switches in modules and optimizers, as it was."""
+    holders: list[Any] = [group for o in places.optimizers for group in o.param_groups]
+    holders += [vars(part) for part in places.parts]
+    before = [
+        (holder, {name: value for name, value in holder.items() if isinstance(value, PLAIN)})
+        for holder in holders
+    ]
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed or not only_if_it_fails:
+            for holder, numbers in before:
+                holder.update(numbers)
+
+
 def _drawn() -> tuple[Any, ...]:
     """The states of Python's and NumPy's generators."""
     numpy = sys.modules.get("numpy")
@@ -211,15 +259,6 @@ def _drawn() -> tuple[Any, ...]:
     return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
 
 
-def _numbers_of(leaf: Any) -> list[Any]:
-    """A number itself; those in the attributes of an object of the caller's."""
-    if isinstance(leaf, (*PLAIN, *_SYMBOLIC)):
-        return [_typed(leaf)]
-    if isinstance(leaf, _OPAQUE) or callable(leaf) or not hasattr(leaf, "__dict__"):
-        return []
-    return [_typed(x) for x in vars(leaf).values() if isinstance(x, (*PLAIN, *_SYMBOLIC))]
-
-
-def _typed(value: Any) -> Any:
-    """Numbers that compare equal may be different things; numbers of the trace are themselves."""
-    return value if isinstance(value, _SYMBOLIC) else (type(value).__name__, repr(value))
+def _is_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
+    """Whether two flattened trees have the same objects in the same places."""
+    return one[1] == other[1] and all(a is b for a, b in zip(one[0], other[0], strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -42,11 +43,15 @@ from remat.plans import Plan
 from remat.pooled import recording_notes
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
 from remat.step_errors import explained
-from remat.step_names import PLAIN, tensors_in
-from remat.step_places import Entry, Places, Swapped
-from remat.step_side import SideEffects
+from remat.step_names import tensors_in
+from remat.step_places import Places
+from remat.step_side import Flags, SideEffects, numbers_restored
+from remat.step_swapped import Entry, Swapped, swapped
 
 _LIMIT: Final = 8
+_TURNS: Final = threading.RLock()
+"""Threads take turns: while one traces, the modules it names hold the tensors of its trace."""
+_SYMBOL: Final = re.compile(r"\b(zuf|u)\d+\b")
 _REFUSED: Final = ("double_backward", "inductor", "plan", "optimizer")
 
 Graph = Callable[..., Any]
@@ -76,7 +81,8 @@ class _Captured:
     graph: Graph
     bound: _Bound
     plan: Plan
-    effects: SideEffects  # of its trace; a step that changed something in Python is run once
+    changed: str  # in Python, while it was traced: it is run once, and never again
+    flags: Flags  # what every run switches
 
 
 class CompiledStep:
@@ -94,7 +100,6 @@ class CompiledStep:
         self._state = state
         self._options = options
         self._captured: dict[Any, _Captured] = {}
-        self._lock = threading.RLock()
 
     # As with a function, a copy means the same modules; a method's owner is copied with it.
 
@@ -102,8 +107,11 @@ class CompiledStep:
         return CompiledStep(self._function, self._state, self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
-        function, state = copy.deepcopy((self._function, self._state), memo)
-        return CompiledStep(function, state, self._options)
+        function = copy.deepcopy(self._function, memo)
+        shared = function is self._function
+        state = self._state if shared else copy.deepcopy(self._state, memo)
+        memo[id(self)] = copied = CompiledStep(function, state, self._options)
+        return copied
 
     def __reduce__(self) -> Any:
         name = vars(self).get("__qualname__", "")
@@ -118,13 +126,14 @@ class CompiledStep:
 
     @dynamo.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:  # threads take turns
+        with _TURNS:
             places = self._places(args, kwargs)
             key = places.signature()
             if key not in self._captured:
                 self._check_limit()
-                self._captured[key] = _capture(self._function, places, self._options)
-            elif changed := self._captured[key].effects.changed:
+                with numbers_restored(places, only_if_it_fails=True):
+                    self._captured[key] = _capture(self._function, places, self._options)
+            elif changed := self._captured[key].changed:
                 raise CaptureError(
                     f"the step changes {changed} in Python, which happened when it was captured, "
                     "and which its graph does not do again: do it outside the step, or in a tensor"
@@ -139,17 +148,8 @@ class CompiledStep:
             CaptureError: the step cannot be one graph.
         """
         places = self._places(args, kwargs)
-        holders: list[Any] = [g for o in places.optimizers for g in o.param_groups]
-        holders += [vars(part) for part in places.parts]
-        before = [
-            (holder, {name: value for name, value in holder.items() if isinstance(value, PLAIN)})
-            for holder in holders
-        ]
-        try:
+        with numbers_restored(places):
             return _capture(self._function, places, self._options, run=False).plan
-        finally:
-            for holder, numbers in before:
-                holder.update(numbers)  # a step may count in them
 
     def _places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Places:
         # A recorded graph could not read a number on the host anew.
@@ -271,7 +271,7 @@ def _capture(
     place = None if plan.offload is None else Place(plan.offload)
     made = emit_step(lowered, plan.solution.schedule, place)
     graph = _runner(step, made, options, places, plan) if run else made
-    return _Captured(graph, bound, plan, effects)
+    return _Captured(graph, bound, plan, effects.changed, effects.flags)
 
 
 def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:
@@ -304,19 +304,20 @@ def _trace(
     # What runs, runs here, by the kernels of this device.
     capability = None if run else described_capability(options.device)
     routed = contextlib.nullcontext() if capability is None else RoutedAttention(capability)
-    mode = dynamo.fake_mode()
+    mode, tracks = dynamo.fake_mode(), torch.is_grad_enabled()
     count = len(places.inputs)
     groups = [group for group, _ in places.rates()]
 
     def flat(*given: Any) -> list[Any]:
         others, rates = list(given[:count]), [rate.item() for rate in given[count:]]
-        with places.swapped(others, rates) as swapped, torch.enable_grad(), routed:
-            args, kwargs = swapped.arguments()
-            with effects.around_call(others):
+        with swapped(places, others, rates) as slots, torch.set_grad_enabled(tracks), routed:
+            args, kwargs = slots.arguments()
+            with effects.around_call(others, (args, kwargs)):
                 result = function(*args, **kwargs)
             _check_rates(groups, rates)
-            swapped.refuse_new_bindings()
-            outputs, found = _read(swapped, result)
+            slots.refuse_new_bindings()
+            slots.refuse_dropped_state()
+            outputs, found = _read(slots, result)
         bound.append(found)
         return outputs
 
@@ -350,7 +351,7 @@ def _check_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
             )
 
 
-def _read(swapped: Swapped, result: Any) -> tuple[list[Any], _Bound]:
+def _read(slots: Swapped, result: Any) -> tuple[list[Any], _Bound]:
     """The outputs of the traced function, and what each is."""
     outputs: list[Any] = []
 
@@ -358,7 +359,7 @@ def _read(swapped: Swapped, result: Any) -> tuple[list[Any], _Bound]:
         number = isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool)
         if not (isinstance(value, torch.Tensor) or number):
             return "plain", value
-        known = swapped.input_of(value)
+        known = slots.input_of(value)
         if known is not None:
             return "input", known
         for index, output in enumerate(outputs):
@@ -368,19 +369,24 @@ def _read(swapped: Swapped, result: Any) -> tuple[list[Any], _Bound]:
         return "output", len(outputs) - 1
 
     leaves, tree = pytree.tree_flatten(result)
-    for value in (*leaves, *swapped.new_state().values()):
+    for value in (*leaves, *slots.new_state().values()):
         _refuse_hidden(value)
     found = _Bound(
         [leaf(value) for value in leaves],
         tree,
-        {index: leaf(value) for index, value in swapped.new_gradients().items()},
-        {entry: leaf(value) for entry, value in swapped.new_state().items()},
+        {index: leaf(value) for index, value in slots.new_gradients().items()},
+        {entry: leaf(value) for entry, value in slots.new_state().items()},
     )
     return outputs, found
 
 
 def _refuse_hidden(value: Any) -> None:
-    """Tensors in an object that is no container are not found, and those of the trace are fake."""
+    """What a graph cannot make anew: a text with a number of the trace, tensors in an object."""
+    if isinstance(value, str) and _SYMBOL.search(value):
+        raise CaptureError(
+            f"the step returns a text with a number that was read out of a tensor, {value!r:.60}, "
+            "which is unknown while the step is traced: return the tensor, and write outside"
+        )
     inside = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
     if not isinstance(value, torch.Tensor) and tensors_in(inside):
         raise CaptureError(
@@ -421,5 +427,5 @@ def _run(captured: _Captured, places: Places) -> Any:
     for entry, leaf in bound.state.items():
         parameter = places.inputs[entry.parameter]
         places.optimizers[entry.optimizer].state[parameter][entry.key] = value(leaf)
-    captured.effects.flags.switch(places)
+    captured.flags.switch(places)
     return pytree.tree_unflatten([value(leaf) for leaf in bound.result], bound.tree)

@@ -7,14 +7,14 @@ between them, and what autograd does with the gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from remat.executors.wrapper_memory import Memory, Workspace, no_workspace
 from remat.executors.wrapper_names import Names
-from remat.executors.wrapper_run import Generated, Moment, Run, TensorSpec, Ways, every_way
+from remat.executors.wrapper_run import Generated, Moment, Run, TensorSpec
 from remat.passes.torch_private import dynamo
 from remat.solvers.errors import RematError
 
@@ -28,7 +28,7 @@ class StepReplay:
         where: the statement that reaches it first.
         forward_peak, backward_peak: of either half.
         saved: bytes that live only for backward between the halves.
-        moments: every statement in order, on the way through that reaches the peak.
+        moments: every statement in order; of a branch, one way after the other.
     """
 
     peak: int
@@ -53,8 +53,9 @@ def replay_step(
     Forward's inputs belong to the caller, who holds its outputs to the end. Saved tensors and
     gradients of outputs live until the wrapper drops them; the gradient of a loss, a single
     number, is held by whoever calls ``backward()``. Gradients of parameters live to the end, and
-    one whose layout is not its parameter's is copied when it is accumulated. Where the wrappers
-    branch on the content of a tensor (``torch.cond``), the peak is that of the worst way through.
+    one whose layout is not its parameter's is copied when it is accumulated. Where a wrapper
+    branches on the content of a tensor (``torch.cond``), both branches are gone through, and what
+    either holds is held.
 
     Args:
         resident: bytes alive whatever the step does, forward's inputs among them.
@@ -65,28 +66,13 @@ def replay_step(
     Raises:
         RematError: a wrapper has a statement that cannot be replayed; the message names it.
     """
-
-    def one_way(ways: Ways) -> StepReplay:
-        names = Names(Memory(granularity, device_type), workspace)
-        return _replay_once(forward, backward, names, ways, resident)
-
-    replays = list(every_way(one_way))
-    return replace(
-        max(replays, key=lambda replay: replay.peak),
-        forward_peak=max(replay.forward_peak for replay in replays),
-        backward_peak=max(replay.backward_peak for replay in replays),
-    )
-
-
-def _replay_once(
-    forward: Generated, backward: Generated, names: Names, ways: Ways, resident: int
-) -> StepReplay:
-    memory = names.memory
     with dynamo.fake_mode(), torch.no_grad():
-        outputs, saved, first = _replay_forward(forward, backward, names, ways)
+        memory = Memory(granularity, device_type)
+        names = Names(memory, workspace)
+        outputs, saved, first = _replay_forward(forward, backward, names)
         held = memory.bytes_of(outputs)
         saved_bytes = memory.level - held
-        second = _replay_backward(forward, backward, names, ways, saved)
+        second = _replay_backward(forward, backward, names, saved)
     moments = tuple(_shifted(moment, resident) for moment in (*first, *second))
     where = max(moments, key=lambda moment: moment.peak)
     peaks = {
@@ -105,27 +91,23 @@ def replay_inference(
     workspace: Workspace = no_workspace,
 ) -> tuple[Moment, ...]:
     """The statements of a single graph whose inputs belong to the caller; see ``replay_step``."""
-
-    def one_way(ways: Ways) -> tuple[Moment, ...]:
-        with dynamo.fake_mode(), torch.no_grad():
-            memory = Memory(granularity, device_type)
-            args = [spec and spec.fake() for spec in generated.inputs]
-            memory.own(args)
-            run = Run(generated, Names(memory, workspace), ways)
-            run.call(args)
-        return tuple(_shifted(moment, resident) for moment in run.moments)
-
-    return max(every_way(one_way), key=lambda moments: max(m.peak for m in moments))
+    with dynamo.fake_mode(), torch.no_grad():
+        memory = Memory(granularity, device_type)
+        args = [spec and spec.fake() for spec in generated.inputs]
+        memory.own(args)
+        run = Run(generated, Names(memory, workspace))
+        run.call(args)
+    return tuple(_shifted(moment, resident) for moment in run.moments)
 
 
 def _replay_forward(
-    forward: Generated, backward: Generated, names: Names, ways: Ways
+    forward: Generated, backward: Generated, names: Names
 ) -> tuple[list[Any], list[Any], list[Moment]]:
     """(outputs, saved tensors, statements) of the forward."""
     args = [spec and spec.fake() for spec in forward.inputs]
     names.memory.own(args)
     owned = list(args)
-    run = Run(forward, names, ways)
+    run = Run(forward, names)
     returned = list(run.call(args))
     expected = [spec for spec in backward.inputs if spec is None or not spec.tangent]
     split = len(returned) - len(expected)
@@ -143,7 +125,7 @@ def _replay_forward(
 
 
 def _replay_backward(
-    forward: Generated, backward: Generated, names: Names, ways: Ways, saved: list[Any]
+    forward: Generated, backward: Generated, names: Names, saved: list[Any]
 ) -> list[Moment]:
     """The statements of the backward; empties ``saved``."""
     tangents = [spec.fake() for spec in backward.inputs if spec is not None and spec.tangent]
@@ -152,7 +134,7 @@ def _replay_backward(
     args = [*saved, *tangents]
     saved.clear()
     tangents.clear()
-    run = Run(backward, names, ways)
+    run = Run(backward, names)
     gradients = list(run.call(args))
     _accumulate(forward, gradients, run)
     del held

@@ -41,8 +41,13 @@ class Names:
         nothing = _nothing
         names: dict[str, Any] = {
             "__builtins__": {
-                **{"len": len, "range": range, "min": min, "max": max, "int": int},
-                "__import__": __import__,  # torch's own code imports where it is called from
+                "len": len,
+                "range": range,
+                "min": min,
+                "max": max,
+                "int": int,
+                # clone() of a fake tensor imports by the builtins of the frame that calls it.
+                "__import__": __import__,
             },
             "torch": _Torch(self),
             "aten": _Namespace(self, torch.ops.aten),

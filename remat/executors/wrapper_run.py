@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Final, Literal, NoReturn, TypeVar
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 
+from remat.executors.wrapper_memory import tensors_in
 from remat.executors.wrapper_names import Names
 from remat.solvers.errors import RematError
 
 Kind = Literal["forward", "backward", "inference"]
-T = TypeVar("T")
 
 _CONSTANT: Final = re.compile(
     r"device\(type='(?P<device>\w+)'(?:, index=\d+)?\) torch\.(?P<dtype>\w+) "
@@ -31,6 +31,7 @@ _REFUSALS: Final = (
     ArithmeticError, SyntaxError,
 )  # fmt: skip
 _EXECUTED: Final = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Delete, ast.Pass)
+_ADVICE: Final = 'Compile without the inductor option that brings it, or use executor="eager"'
 _TURNS: Final = 3  # of a loop: the second holds what the first has made, and the third no more
 
 
@@ -75,42 +76,6 @@ class Generated:
     copied: int = 0
 
 
-@dataclass
-class Ways:
-    """Which branch a replay takes at each ``if`` whose answer lies in a tensor.
-
-    Attributes:
-        decided: whether it takes the first one, in the order they are met; beyond, it does.
-        after: bytes alive behind each.
-    """
-
-    decided: tuple[bool, ...] = ()
-    after: list[int] = field(default_factory=list)
-
-    def enter(self) -> tuple[int, bool]:
-        """The number of this ``if``, and whether its first branch is taken."""
-        way = len(self.after)
-        self.after.append(0)
-        return way, way >= len(self.decided) or self.decided[way]
-
-
-def every_way(replay: Callable[[Ways], T]) -> Iterator[T]:
-    """The replays that tell the highest peak of a wrapper with branches.
-
-    Each ``if`` is gone through both ways, behind those ways at the earlier ones that leave more
-    alive: what is alive inside and behind a branch is the most with the most before it.
-    """
-    decided: tuple[bool, ...] = ()
-    while True:
-        first, second = Ways(decided), Ways((*decided, False))
-        yield replay(first)
-        if len(first.after) == len(decided):
-            return
-        yield replay(second)
-        number = len(decided)
-        decided = (*decided, first.after[number] >= second.after[number])
-
-
 @dataclass(frozen=True, slots=True)
 class Moment:
     """One statement of a wrapper: where it stands, bytes alive at most during it and after it."""
@@ -128,10 +93,9 @@ class Moment:
 class Run:
     """One wrapper being replayed."""
 
-    def __init__(self, generated: Generated, names: Names, ways: Ways | None = None) -> None:
+    def __init__(self, generated: Generated, names: Names) -> None:
         self.generated = generated
         self.names = names
-        self.ways = ways or Ways()
         self.moments: list[Moment] = []
         self._lines = generated.source.splitlines()
         self._functions: dict[str, ast.FunctionDef] = {}
@@ -237,20 +201,45 @@ class Run:
         return None
 
     def _choose(self, statement: ast.If, local: dict[str, Any]) -> None:
-        """What is asked is the content of a tensor: either branch may run."""
-        way, first = self.ways.enter()
-        self._block(statement.body if first else statement.orelse, local)
-        self.ways.after[way] = self.names.memory.level
+        """Either branch may run: what one drops the other holds, so it is held.
+
+        Torch frees operands in the first branch only. Where what the branches bind lies in storages
+        of different sizes, the larger ones stay.
+        """
+        first = _storage_bytes(self._branch(statement, statement.body, local))
+        bound = self._branch(statement, statement.orelse, local)
+        second = _storage_bytes(bound)
+        both = first.keys() & second.keys()
+        if any(first[name] > second[name] for name in both):
+            if any(first[name] < second[name] for name in both):
+                self._refuse(statement, "neither of its branches leaves more than the other")
+            del bound
+            bound = self._branch(statement, statement.body, local)
+        local.update(bound)
+
+    def _branch(
+        self, statement: ast.stmt, body: Sequence[ast.stmt], local: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the names mean behind it; ``local`` stays as it is."""
+        names = {name: [*x] if isinstance(x, list) else x for name, x in local.items()}
+        if self._block(body, names) is not None:
+            self._refuse(statement, "a branch that returns")
+        return names
 
     def _repeat(self, statement: ast.While, local: dict[str, Any]) -> None:
         """A loop runs as often as a tensor says; from the second turn on, all are alike."""
         levels = []
         for _ in range(_TURNS):
-            self._block(statement.body, local)
+            if self._block(statement.body, local) is not None:
+                self._refuse(statement, "a loop that returns")
             levels.append(self.names.memory.level)
         if levels[-1] > levels[-2]:
-            more = levels[-1] - levels[-2]
-            self._refuse(statement, f"every turn keeps {more:,} bytes more, for unknown turns")
+            self._refuse(
+                statement,
+                f"every turn keeps {levels[-1] - levels[-2]:,} bytes more, and how many there are "
+                "lies in a tensor",
+                advice='Loop in Python, a fixed number of times, or use executor="eager"',
+            )
 
     def _execute(self, statement: ast.stmt, at: ast.stmt, local: dict[str, Any]) -> None:
         self._refuse_numbers(at)
@@ -283,13 +272,25 @@ class Run:
         return self._lines[statement.lineno - 1].strip()
 
     def _refuse(
-        self, statement: ast.stmt, why: str, error: BaseException | None = None
+        self,
+        statement: ast.stmt,
+        why: str,
+        error: BaseException | None = None,
+        advice: str = _ADVICE,
     ) -> NoReturn:
         raise RematError(
             f"line {statement.lineno} of the {self.generated.kind} wrapper means nothing to the "
-            f"replay: `{self._text(statement)}` ({why}). Compile without the inductor option that "
-            'brings it, or use executor="eager"'
+            f"replay: `{self._text(statement)}` ({why}). {advice}"
         ) from error
+
+
+def _storage_bytes(local: dict[str, Any]) -> dict[tuple[str, int], int]:
+    """(name, which of its tensors) → bytes of the storage it lies in."""
+    return {
+        (name, number): tensor.untyped_storage().nbytes()
+        for name, value in local.items()
+        for number, tensor in enumerate(tensors_in(value))
+    }
 
 
 class _Runner:

@@ -196,6 +196,21 @@ def branches(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda y: y.sin() * 2, lambda y: y.cos() + y, (x,))
 
 
+def nested_branches(x: Tensor) -> Tensor:
+    """The branch that takes most is the second one inside the first."""
+
+    def small(y: Tensor) -> Tensor:
+        return y.sin() * 2
+
+    def large(y: Tensor) -> Tensor:
+        return (y.repeat(1, 64).sin().sort(1).values * 2)[:, : y.shape[1]] + y
+
+    def asks_again(y: Tensor) -> Tensor:
+        return torch.cond(y.mean() > 100, small, large, (y,))
+
+    return torch.cond(x.sum() > 0, asks_again, small, (x,))
+
+
 def random_branches(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda y: F.dropout(y), lambda y: F.dropout(y, 0.3), (x,))
 

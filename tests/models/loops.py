@@ -94,6 +94,8 @@ def check(
             less often than the plain model's, and are measured by how far they are from this.
     """
     if executor == "inductor" and exact is not None:
+        assert not stock, "half precision is held to stock inductor anyway"
+        assert not zero_is_none
         return check_halved(build, body, exact, **options)
     if executor == "inductor":
         return check_inductor(build, body, zero_is_none=zero_is_none, **options)
@@ -129,7 +131,7 @@ def check_halved(build: Callable[[], nn.Module], body: Body, exact: Body, **opti
     """Hold a planned loop in half precision to twice stock inductor's error, with torch's draws."""
     wanted, _ = trained(build, exact, lambda model: model)
     stock = trained_by_inductor(build, body, options={"fallback_random": True})
-    options["inductor"] = {"fallback_random": True}
+    options["inductor"] = {**options.get("inductor", {}), "fallback_random": True}
     found, run = trained(build, body, lambda model: planned(model, "inductor", **options))
     assert inexact(found, stock, wanted) == []
     return run

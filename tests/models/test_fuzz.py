@@ -180,9 +180,11 @@ def check(program: Program, planning: Planning, executor: str = "eager") -> None
                 return
             if wrong := differences(wanted, found, zero_is_none=True):
                 stock = stock_outcome(program)
-                # Stock may be wrong elsewhere: where a buffer is read and then written.
                 say("the plain model differs from stock aot_eager")
-                assert not set(wrong) & set(differences(stock, found, zero_is_none=True))
+                other = differences(stock, found, zero_is_none=True)
+                # Stock may draw less than plain, and be wrong where a buffer is read, then written.
+                assert not other or not set(wrong) & set(other)
+                assert not other or {"random", "buffer"} <= names_in(program.body)
             if planning.measured and program.loss_inside:
                 check_peak(program, net, run)
 
@@ -212,6 +214,11 @@ def check_rounded(program: Program, planning: Planning, wanted: Any, found: Any)
         program, lambda net: remat.compile(net, executor="inductor", **options)
     )
     assert rounded(wanted, found, zero_is_none=True) == []
+
+
+def names_in(body: tuple[Instruction, ...]) -> set[str]:
+    """Of all instructions."""
+    return {line.name for line in body}.union(*(names_in(line.body) for line in body))
 
 
 def stock_outcome(program: Program) -> Any:

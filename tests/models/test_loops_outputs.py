@@ -318,6 +318,12 @@ def test_random_numbers_that_nobody_reads(executor: str) -> None:
 
     # torch's compiled graphs drop them; the plain model's generator has moved further.
     check(Wasteful, body, executor, stock=True)
+    if executor == "eager":
+        plain, _ = trained(lambda: Wasteful(dropout=0.0), body, lambda model: model)
+        found, _ = trained(
+            lambda: Wasteful(dropout=0.0), body, lambda model: planned(model, executor)
+        )
+        assert differences(plain, found) == ["rng"]
 
 
 def test_shared_weights_under_autocast(executor: str) -> None:

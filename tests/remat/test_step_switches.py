@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.solvers.errors import CaptureError
+from remat.solvers.errors import BudgetTooSmall, CaptureError
 
 Step = Callable[[Tensor], Any]
 
@@ -90,14 +92,97 @@ def test_an_optimizer_that_no_graph_can_be_is_named(make: Any, message: str) -> 
         remat.compile_step(step)()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.Adam(p, amsgrad=True),
+        torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.Adagrad,
+        torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop,
+    ],
+)  # fmt: skip
+def test_the_optimizers_that_are_recommended_are_the_plain_ones(make: Any) -> None:
+    def run(planned: bool) -> Tensor:
+        w = nn.Parameter(torch.linspace(-1, 1, 4))
+        optimizer = make([w])
+
+        def step() -> None:
+            optimizer.zero_grad()
+            w.square().sum().backward()
+            optimizer.step()
+
+        run_step = remat.compile_step(step, cost="roofline") if planned else step
+        for _ in range(3):
+            run_step()
+        return w.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
 def test_a_layer_that_no_graph_can_be_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
 
     def step() -> None:
         model(torch.ones(3, 4)).sum().backward()
 
-    with pytest.raises(CaptureError, match=r"batchnorm layer .* wants a momentum, not None"):
+    with pytest.raises(CaptureError, match=r"a layer .*\(batchnorm.py, .* momentum, not None"):
         remat.compile_step(step)()
+
+
+def test_a_scheduler_is_no_optimizer() -> None:
+    w = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    def step() -> None:
+        loss = w.sum()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+
+    with pytest.raises(CaptureError, match=r"test_step_switches.py, line \d+, in step"):
+        remat.compile_step(step)()
+
+
+def test_what_a_first_call_was_given_dies_with_it() -> None:
+    trainer = Switching()
+    step = remat.compile_step(trainer.step)
+    batch = torch.ones(3, 4)
+    step(batch)
+    gone = [weakref.ref(batch), weakref.ref(trainer.model[0].weight.grad)]
+    trainer.model.zero_grad()
+    del batch
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_sum_that_a_step_keeps_is_switched_to_nothing() -> None:
+    """With its history it would require a gradient, and be no leaf."""
+
+    def run(planned: bool) -> Tensor:
+        w, total = nn.Parameter(torch.ones(4)), torch.zeros(())
+
+        def step() -> None:
+            loss = w.square().sum()
+            loss.backward()
+            total.add_(loss.detach())
+
+        run_step = remat.compile_step(step, cost="roofline") if planned else step
+        for _ in range(3):
+            run_step()
+        assert not total.requires_grad
+        return total
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_a_call_that_is_refused_switches_nothing() -> None:
+    trainer = Switching()
+    trainer.model.eval()
+    with pytest.raises(BudgetTooSmall):
+        remat.compile_step(trainer.step, memory_budget=100)(torch.ones(3, 4))
+    assert not any(part.training for part in trainer.model.modules())
+    assert all(p.requires_grad for p in trainer.model.parameters())
 
 
 def test_the_line_that_asks_for_a_content_is_named() -> None:
@@ -121,11 +206,28 @@ def test_copies_of_a_compiled_step_are_those_of_its_function() -> None:
     w = torch.ones(3, requires_grad=True)
     assert pickle.loads(pickle.dumps(decorated)) is decorated
     assert torch.equal(copy.deepcopy(decorated)(w), 2 * w)
-    trainer = Switching()
+    trainer, twin = Switching(), Switching()
     step = remat.compile_step(trainer.step)
+    torch.manual_seed(1)
     step(torch.ones(3, 4))
-    for copied in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
-        before = trainer.model[0].weight.detach().clone()
-        copied(torch.ones(3, 4))  # the method of another trainer
-        assert torch.equal(trainer.model[0].weight, before)
+    before = trainer.model[0].weight.detach().clone()
+    copies = copy.deepcopy(step), pickle.loads(pickle.dumps(step))
+    torch.manual_seed(1)
+    twin.step(torch.ones(3, 4))
+    torch.manual_seed(2)
+    twin.step(torch.ones(3, 4))
+    for copied in copies:
+        torch.manual_seed(2)
+        copied(torch.ones(3, 4))
+        owner: Any = copied._function.__self__  # type: ignore[attr-defined]
+        assert torch.equal(owner.model[0].weight, twin.model[0].weight)
+    assert torch.equal(trainer.model[0].weight, before)
     assert len(copy.copy(step).plans) == 0
+
+
+def test_a_copy_of_a_step_over_a_function_has_the_same_modules() -> None:
+    trainer = Switching()
+    step = remat.compile_step(lambda x: trainer.step(x), state=(trainer.model, trainer.optimizer))
+    before = trainer.model[0].weight.detach().clone()
+    copy.deepcopy(step)(torch.ones(3, 4))
+    assert not torch.equal(trainer.model[0].weight, before)

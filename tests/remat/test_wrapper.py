@@ -9,7 +9,7 @@ import torch
 
 from remat.executors.wrapper import StepReplay, replay_inference, replay_step
 from remat.executors.wrapper_memory import OpBytes
-from remat.executors.wrapper_run import Generated, Kind, Moment, TensorSpec, Ways, every_way
+from remat.executors.wrapper_run import Generated, Kind, Moment, TensorSpec
 from remat.solvers.errors import RematError
 
 HEADER = """
@@ -258,24 +258,129 @@ def test_the_worst_way_through_a_branch_counts(sizes: dict[str, int], peak: int)
     assert max(moment.peak for moment in moments) == peak
 
 
-def test_every_branch_is_gone_through_behind_the_heaviest_ways_before_it() -> None:
-    """Of three, the second ways of the first and the third leave more."""
-    heavier = (False, True, False)
-    seen = []
+# The outer true branch asks again, and the inner false branch is the one that takes much.
+NESTED = """
+def inner_true(args):
+    a, = args
+    args.clear()
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    return (u, )
 
-    def replay(ways: Ways) -> tuple[bool, ...]:
-        taken = []
-        for second_is_heavier in heavier:
-            number, first = ways.enter()
-            taken.append(first)
-            ways.after[number] = 2 if first == second_is_heavier else 1
-        seen.append(tuple(taken))
-        return seen[-1]
+def inner_false(args):
+    a, = args
+    args.clear()
+    t = empty_strided_cpu((5000, ), (1, ), torch.uint8)
+    del t
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    return (u, )
 
-    assert list(every_way(replay)) == seen
-    assert set(seen) == {
-        (True, True, True), (False, True, True), (False, False, True), (False, True, False),
-    }  # fmt: skip
+def outer_true(args):
+    a, p = args
+    args.clear()
+    b = [None] * 1
+    if p.item():
+        inner_true_args = [a]
+        del a
+        b = inner_true(inner_true_args)
+    else:
+        inner_false_args = [a]
+        b = inner_false(inner_false_args)
+    c = b[0]
+    del b
+    return (c, )
+
+def outer_false(args):
+    a, p = args
+    args.clear()
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    return (u, )
+
+def call(args):
+    p, = args
+    args.clear()
+    buf0 = empty_strided_cpu((100, ), (1, ), torch.uint8)
+    buf1 = [None] * 1
+    if p.item():
+        outer_true_args = [buf0, p]
+        del buf0
+        buf1 = outer_true(outer_true_args)
+    else:
+        outer_false_args = [buf0, p]
+        buf1 = outer_false(outer_false_args)
+    buf2 = buf1[0]
+    del buf1
+    return (buf2, )
+"""
+
+# The first choice leaves a large result that dies soon, or its operand to the very end.
+LASTING = """
+def t0(args):
+    a, = args
+    args.clear()
+    t = empty_strided_cpu((1000, ), (1, ), torch.uint8)
+    return (reinterpret_tensor(t, (10, ), (1, ), 0), )
+
+def f0(args):
+    a, = args
+    args.clear()
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    return (u, )
+
+def call(args):
+    p, = args
+    args.clear()
+    buf0 = empty_strided_cpu((500, ), (1, ), torch.uint8)
+    buf1 = [None] * 1
+    if p.item():
+        t0_args = [buf0]
+        del buf0
+        buf1 = t0(t0_args)
+    else:
+        f0_args = [buf0]
+        buf1 = f0(f0_args)
+    buf2 = buf1[0]
+    del buf1
+    buf3 = empty_strided_cpu((5, ), (1, ), torch.uint8)
+    del buf2
+    buf5 = [None] * 1
+    if p.item():
+        t1_args = [buf3]
+        del buf3
+        buf5 = t1(t1_args)
+    else:
+        f1_args = [buf3]
+        buf5 = f1(f1_args)
+    return (buf5[0], )
+
+def t1(args):
+    a, = args
+    args.clear()
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    return (u, )
+
+def f1(args):
+    a, = args
+    args.clear()
+    t = empty_strided_cpu((5000, ), (1, ), torch.uint8)
+    del t
+    u = empty_strided_cpu((10, ), (1, ), torch.uint8)
+    return (u, )
+"""
+
+
+@pytest.mark.parametrize(("body", "peak"), [(NESTED, 100 + 5000), (LASTING, 500 + 5 + 5000)])
+def test_branches_in_branches_and_behind_each_other(body: str, peak: int) -> None:
+    moments = replay_inference(Generated("inference", HEADER + body, (spec("p"),)))
+    assert max(moment.peak for moment in moments) == peak
+
+
+@pytest.mark.parametrize("size", [10, 700])
+def test_the_larger_results_of_two_branches_stay(size: int) -> None:
+    body = BRANCHES.replace("u = empty_strided_cpu((10, )", f"u = empty_strided_cpu(({size}, )", 1)
+    for name in ("TRUE", "FALSE", "LATER"):
+        body = body.replace(name, "5")
+    moments = replay_inference(Generated("inference", HEADER + body, (spec("p"),)))
+    assert moments[-1].after == size + 5  # its result and buf3; the operand is the caller's name
 
 
 LOOP = """
@@ -329,9 +434,18 @@ def test_a_loop_holds_two_of_what_it_carries() -> None:
 
 
 def test_a_loop_that_keeps_more_in_every_turn_is_refused() -> None:
-    source = HEADER + LOOP.replace("MORE", "kept.append(buf0[1])")
-    with pytest.raises(RematError, match=r"every turn keeps 100 bytes more"):
+    """As torch writes a loop whose backward needs every turn."""
+    source = HEADER + LOOP.replace("kept = []", "buf0.extend([[] for _ in range(2)])").replace(
+        "MORE", "buf0[2].append(buf0[0]); buf0[3].append(buf0[1])"
+    )
+    with pytest.raises(RematError, match=r"every turn keeps 101 bytes more.*fixed number of times"):
         replay_inference(Generated("inference", source, (spec("x", 25),)))
+
+
+def test_a_branch_that_returns_is_refused() -> None:
+    source = HEADER + BRANCHES.replace("buf1 = true_graph_0(true_graph_0_args)", "return ()")
+    with pytest.raises(RematError, match="a branch that returns"):
+        replay_inference(Generated("inference", source.replace("TRUE", "5"), (spec("p"),)))
 
 
 FORWARD = """

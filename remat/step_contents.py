@@ -1,0 +1,176 @@
+"""What a step can read that is no tensor: numbers, in containers and objects, however deep.
+
+One walk serves two ends. What it finds is part of the key a graph is kept under, so that a change
+from outside makes another graph; and what a trace changes of it would never change again.
+"""
+
+from __future__ import annotations
+
+import collections
+import decimal
+import enum
+import fractions
+import functools
+import operator
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from types import FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from remat.step_names import BY_VALUE, Same, code_names
+
+SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
+_VALUES: Final = (*BY_VALUE, enum.Enum, decimal.Decimal, fractions.Fraction, range, slice)
+_ELSEWHERE: Final = (nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Generator)
+_NAMED: Final = (FunctionType, MethodType, ModuleType)
+_DEPTH: Final = 6
+_ITEMS: Final = 4096
+"""Longer containers and larger arrays are told by their length: a data set is not read anew for
+every step."""
+
+Found = tuple[str, object]
+
+
+def contents(item: object, names: frozenset[str], *, moving: bool = False) -> list[Found]:
+    """(path, value) of all numbers that code with these names finds in ``item``.
+
+    Args:
+        names: the attributes of objects that the code mentions; others it cannot ask for.
+        moving: the states of random generators and iterators as well, which move by being used.
+    """
+    return list(Walk(names, moving).through(item))
+
+
+class Walk:
+    """Through several things, each once, however often it is met."""
+
+    def __init__(self, names: frozenset[str], moving: bool = False) -> None:
+        self.names = names
+        self.moving = moving
+        self._seen: set[int] = set()
+
+    def through(self, item: Any, path: str = "", depth: int = _DEPTH) -> Iterator[Found]:
+        """See :func:`contents`; ``path`` leads to ``item``, ``depth`` is how deep to go."""
+        if isinstance(item, (*_VALUES, *SYMBOLIC)):
+            yield path, typed(item)
+            return
+        if isinstance(item, _ELSEWHERE) or depth == 0 or id(item) in self._seen:
+            return
+        self._seen.add(id(item))
+        if _is_array(item):
+            yield path, _array(item)
+        elif isinstance(item, Mapping | Sequence | Set | collections.deque):
+            yield from self._container(item, path, depth)
+        elif _is_moving(item):
+            if self.moving:
+                yield path, _state(item)
+        else:
+            yield from self._attributes(item, path, depth)
+
+    def _container(self, item: Any, path: str, depth: int) -> Iterator[Found]:
+        yield path, (type(item).__name__, len(item))
+        if len(item) > _ITEMS or isinstance(item, str | bytes | memoryview):
+            return
+        if isinstance(item, Set):
+            yield path, frozenset(typed(part) for part in item if isinstance(part, _VALUES))
+            return
+        parts = item.items() if isinstance(item, Mapping) else enumerate(item)
+        for key, value in parts:
+            name = f"{path}[{typed(key) if isinstance(key, _VALUES) else Same(key).number!r}]"
+            yield name, "is there"
+            yield from self.through(value, name, depth - 1)
+
+    def _attributes(self, item: Any, path: str, depth: int) -> Iterator[Found]:
+        if isinstance(item, ModuleType) and not _is_callers(item.__name__):
+            return
+        held = dict(getattr(item, "__dict__", {}))
+        if isinstance(item, type):
+            held = {name: value for name, value in held.items() if not callable(value)}
+        elif not isinstance(item, _NAMED) and _is_callers(type(item).__module__):
+            self.names |= _names_of_methods(type(item), self.names)
+            held |= {n: getattr(item, n) for n in _slots(type(item)) if hasattr(item, n)}
+        asked = held.keys() & self.names
+        if self.moving and not isinstance(item, (type, *_NAMED)):
+            # A method of torch's or Python's may count in what the step does not mention.
+            asked |= {name for name, value in held.items() if isinstance(value, _VALUES)}
+        for name in sorted(asked):
+            yield from self.through(held[name], f"{path}.{name}", depth - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = (getattr(base, "__slots__", ()) for base in kind.__mro__)
+    return tuple(name for s in slots for name in ((s,) if isinstance(s, str) else s))
+
+
+def typed(value: Any) -> Any:
+    """Numbers that compare equal may be different things; numbers of the trace are themselves."""
+    return value if isinstance(value, SYMBOLIC) else (type(value).__name__, repr(value))
+
+
+def _is_array(item: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(item, numpy.ndarray | numpy.generic)
+
+
+def _array(item: Any) -> object:
+    if item.size > _ITEMS or item.dtype.hasobject:
+        return str(item.dtype), item.shape
+    return str(item.dtype), item.shape, item.tobytes()
+
+
+def _is_moving(item: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    generators: tuple[type, ...] = (random.Random, GeneratorType)
+    if numpy is not None:
+        generators = (*generators, numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(item, generators) or hasattr(type(item), "__next__")
+
+
+def _state(item: Any) -> object:
+    if isinstance(item, random.Random):
+        return item.getstate()
+    if isinstance(item, GeneratorType):
+        frame = item.gi_frame
+        return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
+    if hasattr(item, "bit_generator"):
+        return repr(item.bit_generator.state)
+    if hasattr(item, "get_state"):
+        return repr(item.get_state())
+    return repr(item), operator.length_hint(item, 0)
+
+
+def _is_callers(module: str) -> bool:
+    """Whether its code is the caller's; torch, NumPy and Python are not looked into."""
+    top = module.partition(".")[0]
+    return top not in ("torch", "numpy", "remat") and top not in sys.stdlib_module_names - {
+        "__main__"
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def names_in_methods(kind: type) -> frozenset[str]:
+    """What the methods that a class itself defines mention."""
+    methods = (method for method in vars(kind).values() if isinstance(method, FunctionType))
+    return frozenset[str]().union(*(code_names(method.__code__) for method in methods))
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of_methods(kind: type, mentioned: frozenset[str]) -> frozenset[str]:
+    """What the methods that are mentioned mention, and those they call."""
+    found, asked = set(mentioned), {"__call__", *mentioned}
+    looked: set[str] = set()
+    while asked - looked:
+        name = (asked - looked).pop()
+        looked.add(name)
+        method = getattr(kind, name, None)
+        method = method.fget if isinstance(method, property) else method
+        if isinstance(method, FunctionType):
+            new = code_names(method.__code__)
+            found |= new
+            asked |= new
+    return frozenset(found)
