@@ -10,10 +10,10 @@ import collections
 import decimal
 import enum
 import fractions
-import functools
 import operator
 import random
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Final
@@ -27,6 +27,7 @@ SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _VALUES: Final = (*BY_VALUE, enum.Enum, decimal.Decimal, fractions.Fraction, range, slice)
 _ELSEWHERE: Final = (nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Generator)
 _NAMED: Final = (FunctionType, MethodType, ModuleType)
+_MENTIONED: Final[weakref.WeakKeyDictionary[type, frozenset[str]]] = weakref.WeakKeyDictionary()
 _DEPTH: Final = 6
 _ITEMS: Final = 4096
 """Longer containers and larger arrays are told by their length: a data set is not read anew for
@@ -101,7 +102,6 @@ class Walk:
             yield from self.through(held[name], f"{path}.{name}", depth - 1)
 
 
-@functools.lru_cache(maxsize=256)
 def _slots(kind: type) -> tuple[str, ...]:
     slots = (getattr(base, "__slots__", ()) for base in kind.__mro__)
     return tuple(name for s in slots for name in ((s,) if isinstance(s, str) else s))
@@ -152,14 +152,16 @@ def _is_callers(module: str) -> bool:
     }
 
 
-@functools.lru_cache(maxsize=256)
 def names_in_methods(kind: type) -> frozenset[str]:
     """What the methods that a class itself defines mention."""
-    methods = (method for method in vars(kind).values() if isinstance(method, FunctionType))
-    return frozenset[str]().union(*(code_names(method.__code__) for method in methods))
+    found = _MENTIONED.get(kind)
+    if found is None:
+        methods = (method for method in vars(kind).values() if isinstance(method, FunctionType))
+        found = frozenset[str]().union(*(code_names(method.__code__) for method in methods))
+        _MENTIONED[kind] = found
+    return found
 
 
-@functools.lru_cache(maxsize=256)
 def _names_of_methods(kind: type, mentioned: frozenset[str]) -> frozenset[str]:
     """What the methods that are mentioned mention, and those they call."""
     found, asked = set(mentioned), {"__call__", *mentioned}

@@ -314,9 +314,9 @@ def _trace(
             args, kwargs = slots.arguments()
             with effects.around_call(others, (args, kwargs)):
                 result = function(*args, **kwargs)
-            _check_rates(groups, rates)
-            slots.refuse_new_bindings()
-            slots.refuse_dropped_state()
+                _check_rates(groups, rates)
+                slots.refuse_new_bindings()
+                slots.refuse_dropped_state()
             outputs, found = _read(slots, result)
         bound.append(found)
         return outputs
