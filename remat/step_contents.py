@@ -24,6 +24,7 @@ from torch import nn
 from remat.step_names import BY_VALUE, Same, code_names
 
 SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
+A_TENSOR: Final = "a tensor"
 _VALUES: Final = (*BY_VALUE, enum.Enum, decimal.Decimal, fractions.Fraction, range, slice)
 _ELSEWHERE: Final = (nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Generator)
 _NAMED: Final = (FunctionType, MethodType, ModuleType)
@@ -59,6 +60,8 @@ class Walk:
         if isinstance(item, (*_VALUES, *SYMBOLIC)):
             yield path, typed(item)
             return
+        if self.moving and isinstance(item, torch.Tensor):
+            yield path, (A_TENSOR, id(item))
         if isinstance(item, _ELSEWHERE) or depth == 0 or id(item) in self._seen:
             return
         self._seen.add(id(item))

@@ -15,6 +15,9 @@ _TORCH: Final = Path(torch.__file__).parent
 _REMAT: Final = Path(__file__).parent
 _UPDATES: Final = _TORCH / "optim"
 _LAYERS: Final = _TORCH / "nn" / "modules"
+_OF_NUMBERS: Final = (
+    "SymFloat.__format__", "SymInt.__format__", ".numpy() is not supported", "Mixing fake modes",
+)  # fmt: skip
 _AROUND: Final = ("lr_scheduler.py", "swa_utils.py", "module.py", "container.py", "optimizer.py")
 """Files of torch that call what is the caller's, or are called beside an update."""
 
@@ -24,6 +27,13 @@ def explained(error: Exception) -> CaptureError | None:
     text = str(error)
     if isinstance(error, tracing.DEPENDS_ON_DATA):
         return CaptureError(_asks_for_content(error))
+    if any(mark in text for mark in _OF_NUMBERS):
+        file, line, name = _place(error)
+        return CaptureError(
+            "the step takes a tensor, or a number of one, out of PyTorch (text, NumPy, deepcopy), "
+            f"which one graph cannot ({file.name}, line {line}, in {name}: {_first_line(error)}): "
+            "return the tensor, and do so outside"
+        )
     if "backward() through example input" in text:
         return CaptureError(
             "the step names a tensor that was computed outside, with its autograd history, and "

@@ -7,18 +7,16 @@ the graph is kept under: numbers by their value, all else by being the very same
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
-from remat.solvers.errors import InvalidOption
-
+_NAMES: Final[weakref.WeakKeyDictionary[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
 PLAIN: Final = (int, float, str, bool, type(None))
 BY_VALUE: Final = (*PLAIN, bytes, complex, torch.device, torch.dtype)
 _FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
@@ -113,115 +111,14 @@ def tensors_in(content: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(content) if isinstance(leaf, torch.Tensor)]
 
 
-def reach(
-    function: Callable[..., Any], state: object
-) -> tuple[list[object], list[Holder], frozenset[str]]:
-    """What a function can reach: (modules and optimizers, by name or in ``state``; all that it can
-    name; all names in its code, and in that of the functions it names).
-
-    Raises:
-        InvalidOption: ``state`` holds something else.
+def code_names(code: CodeType) -> frozenset[str]:
+    """The names in a code object and in those of the functions it defines, and the texts in it that
+    may be names for ``getattr``.
     """
-    found: list[object] = []
-    for leaf in pytree.tree_leaves(state):
-        if not isinstance(leaf, nn.Module | torch.optim.Optimizer):
-            raise InvalidOption(
-                f"state= takes modules, optimizers and containers of them, and {leaf!r:.60} is "
-                "none; hand tensors over as arguments"
-            )
-        found.append(leaf)
-    mentioned: set[str] = set()
-    holders = {holder.place: holder for holder in _named(function, set(), mentioned)}
-    for holder in holders.values():
-        leaves = pytree.tree_leaves(holder.content)
-        found += [item for item in leaves if isinstance(item, nn.Module | torch.optim.Optimizer)]
-    return found, list(holders.values()), frozenset(mentioned)
-
-
-def _named(function: Callable[..., Any], seen: set[int], mentioned: set[str]) -> Iterator[Holder]:
-    """What the code of a function can name; and what the functions it names so can name."""
-    inner: Any = getattr(function, "__func__", function)
-    if id(inner) in seen:
-        return
-    seen.add(id(inner))
-    code = getattr(inner, "__code__", None)
-    names = set() if code is None else code_names(code)
-    mentioned |= names
-    for holder in (*_of_self(function, names), *_of_code(inner, names)):
-        yield holder
-        if _is_followed(holder.content):
-            yield from _named(holder.content, seen, mentioned)
-        elif (call := _called(holder.content)) is not None:
-            yield from _named(call, seen, mentioned)
-    bound = getattr(function, "__self__", None)
-    if bound is None or isinstance(bound, nn.Module | torch.optim.Optimizer):
-        return
-    for name in names:
-        method = getattr(type(bound), name, None)
-        method = method.fget if isinstance(method, property) else method
-        if isinstance(method, FunctionType):
-            yield from _named(MethodType(method, bound), seen, mentioned)
-
-
-def _called(content: object) -> MethodType | None:
-    """How an object of the caller's is called; modules and torch's own are looked at elsewhere."""
-    method = vars(type(content)).get("__call__")
-    if not isinstance(method, FunctionType) or isinstance(content, nn.Module):
-        return None
-    return (
-        None if str(method.__module__).startswith(("torch", "remat")) else method.__get__(content)
-    )
-
-
-def _is_followed(content: object) -> bool:
-    if not isinstance(content, FunctionType | MethodType):
-        return False
-    return not str(content.__module__).startswith("torch")
-
-
-def _of_self(function: Callable[..., Any], names: set[str]) -> Iterator[Holder]:
-    bound = getattr(function, "__self__", None)
-    if isinstance(bound, nn.Module | torch.optim.Optimizer):
-        yield Holder("self", (id(bound), ""), bound, lambda: bound, lambda _: None)
-    elif hasattr(bound, "__dict__"):
-        attributes = vars(bound)
-        yield from (Holder.in_dict(attributes, name) for name in names if name in attributes)
-        kind = type(bound)
-        for name in names - attributes.keys():
-            content = getattr(kind, name, None)
-            if isinstance(content, PLAIN) and content is not None:
-                yield Holder(name, (id(kind), name), content, partial(getattr, kind, name), _keep)
-
-
-def _keep(_: Any) -> None:
-    """Numbers of a class, and defaults, stay what they are."""
-
-
-def _of_code(inner: Any, names: set[str]) -> Iterator[Holder]:
-    code, known = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
-    free = () if code is None else code.co_freevars
-    for name, cell in zip(free, getattr(inner, "__closure__", None) or (), strict=False):
-        try:
-            content = cell.cell_contents
-        except ValueError:  # it is not filled yet
-            continue
-        get, put = partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")
-        yield Holder(name, (id(cell), ""), content, get, put)
-    yield from (Holder.in_dict(known, name) for name in names if name in known)
-    if code is not None:
-        yield from _defaults(inner, code)
-
-
-def _defaults(inner: Any, code: CodeType) -> Iterator[Holder]:
-    """What stands for arguments that a call leaves out."""
-    values = getattr(inner, "__defaults__", None) or ()
-    last = code.co_varnames[: code.co_argcount][code.co_argcount - len(values) :]
-    named = dict(zip(last, values, strict=True)) | (getattr(inner, "__kwdefaults__", None) or {})
-    for name, content in named.items():
-        yield Holder(name, (id(inner), name), content, partial(named.get, name), _keep)
-
-
-def code_names(code: CodeType) -> set[str]:
-    """The names in a code object and in those of the functions it defines."""
-    inner = (item for item in code.co_consts if isinstance(item, CodeType))
-    return set(code.co_names).union(*map(code_names, inner))
+    found = _NAMES.get(code)
+    if found is None:
+        texts = (x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
+        inner = (item for item in code.co_consts if isinstance(item, CodeType))
+        found = frozenset((*code.co_names, *texts)).union(*map(code_names, inner))
+        _NAMES[code] = found
+    return found

@@ -19,9 +19,11 @@ from torch.utils import _pytree as pytree
 from remat.passes.torch_private.autograd import has_hooks
 from remat.solvers.errors import CaptureError
 from remat.step_contents import Walk, contents, names_in_methods
-from remat.step_names import PLAIN, Holder, Same, described, reach, settles, tensors_in
+from remat.step_names import PLAIN, Holder, Same, described, settles, tensors_in
+from remat.step_reach import reach
 
 HELD: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_ROOTS: Final = (nn.Module, torch.optim.Optimizer)
 _REDUCING: Final = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
@@ -84,7 +86,7 @@ class Places:
             CaptureError: an argument has a history, hooks hang on a tensor, or a module exchanges
                 gradients.
         """
-        roots, holders, names = reach(function, state)
+        roots, holders, names = reach(function, state, (args, kwargs))
         found = Places([], [], [], holders, (args, kwargs), names, lifts_rates)
         named = (tensor for holder in holders for tensor in holder.tensors)
         for root in (*roots, *pytree.tree_leaves((args, kwargs)), *named):
@@ -215,22 +217,25 @@ class Places:
         return described(leaf) if found is None else ("input", found)
 
     def _of_names(self) -> Iterator[object]:
-        """Tensors, numbers and functions; what else a name means may be a whole program."""
+        """Tensors, numbers, functions, modules; of other objects what the code asks them for."""
         for holder in self.holders:
-            leaves = pytree.tree_leaves(holder.content)
+            leaves, spec = pytree.tree_flatten(holder.content)
             yield tuple(
                 self._describe(leaf)
                 for leaf in leaves
-                if isinstance(leaf, torch.Tensor) or settles(leaf)
+                if isinstance(leaf, (torch.Tensor, *_ROOTS)) or settles(leaf)
             )
+            if leaves and leaves[0] is not holder.content:
+                yield str(spec)
             yield from self._unsettled(leaves)
-            if isinstance(holder.content, dict):
-                yield tuple(map(repr, holder.content))
 
     def _unsettled(self, leaves: Iterable[object]) -> Iterator[object]:
         """What objects hold, and are told by no key of their own."""
         for leaf in leaves:
-            if not (isinstance(leaf, torch.Tensor) or settles(leaf)):
+            if isinstance(leaf, type):
+                yield Same(leaf)
+            if not (isinstance(leaf, (torch.Tensor, *_ROOTS)) or settles(leaf)):
+                yield Same(type(leaf))
                 yield tuple(contents(leaf, self.names))
 
     def _of_modules(self) -> Iterator[object]:
@@ -240,6 +245,8 @@ class Places:
             for name, value in vars(part).items():
                 if isinstance(value, PLAIN):
                     yield described(value)
+                elif isinstance(value, torch.Tensor):
+                    yield name, self.index(value)
                 # Hooks are functions in dicts; most of these are empty.
                 elif value and name not in HELD and settles(value):
                     yield name, described(value)
@@ -252,6 +259,7 @@ class Places:
         for part in self.parts:
             for held in (part._parameters, part._buffers):
                 yield tuple((name, self.index(value)) for name, value in held.items())
+            yield tuple((name, id(child)) for name, child in part._modules.items())
 
     def _of_optimizers(self) -> Iterator[object]:
         for optimizer in self.optimizers:

@@ -11,7 +11,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import CaptureError
-from remat.step_contents import SYMBOLIC, Found, contents
+from remat.step_contents import A_TENSOR, SYMBOLIC, Found, contents
 from remat.step_names import PLAIN
 from remat.step_places import HELD
 
@@ -115,10 +115,13 @@ class SideEffects:
         Raises:
             CaptureError: it changed what will not stay changed, or left a number of the trace.
         """
-        before = self._numbers(arguments)
+        # An input and what stands for it are one.
+        inputs = self._places.inputs
+        known = {id(x): n for tensors in (inputs, others) for n, x in enumerate(tensors)}
+        before = self._numbers(arguments, known)
         training = [part.training for part in self._places.parts]
         given = pytree.tree_flatten(arguments)
-        gradients = torch.is_grad_enabled()
+        modes = torch.is_grad_enabled(), torch.get_default_dtype()
         yield
         self.flags = self._switched(training, others)
         if not _is_same(pytree.tree_flatten(arguments), given):
@@ -126,12 +129,14 @@ class SideEffects:
                 "the step changes a container that it is given, which its graph would not do "
                 "again: return what it puts there"
             )
-        if torch.is_grad_enabled() != gradients:
+        left = torch.is_grad_enabled(), torch.get_default_dtype()
+        torch.set_default_dtype(modes[1])
+        if left != modes:
             raise CaptureError(
-                "the step leaves gradients switched on or off, which its graph would not do again: "
-                "use `with torch.no_grad():`, or switch outside"
+                "the step leaves gradients switched on or off, or another default dtype, which its "
+                "graph would not do again: use `with torch.no_grad():`, or switch outside"
             )
-        self._compare(before, self._numbers(arguments))
+        self._compare(before, self._numbers(arguments, known))
 
     def _compare(self, before: _Numbers, after: _Numbers) -> None:
         swapped = {holder.place for holder in self._places.holders if holder.tensors}
@@ -145,6 +150,13 @@ class SideEffects:
                     f"the step leaves a number that was read out of a tensor in {name}, which is "
                     "unknown while the step is traced, and would never change again: return the "
                     "tensor, and collect it outside"
+                )
+            if any(
+                isinstance(what, tuple) and what[0] == "a tensor" for _, what in {*new} - {*old}
+            ):
+                raise CaptureError(
+                    f"the step leaves another tensor in {name} than was there, which a graph "
+                    "cannot do: return it, and put it there outside"
                 )
             if key in swapped:
                 raise CaptureError(
@@ -168,13 +180,14 @@ class SideEffects:
             },
         )
 
-    def _numbers(self, arguments: Any) -> _Numbers:
-        """What holds them → (its name, all of them)."""
+    def _numbers(self, arguments: Any, known: Mapping[int, int]) -> _Numbers:
+        """What holds them → (its name, all of them); tensors in ``known`` by their number."""
         places = self._places
         found: _Numbers = {}
 
         def note(key: Any, name: str, item: object, names: frozenset[str]) -> None:
-            found[key] = name, tuple(contents(item, names, moving=True))
+            walked = contents(item, names, moving=True)
+            found[key] = name, tuple((path, _numbered(what, known)) for path, what in walked)
 
         for holder in places.holders:
             note(holder.place, holder.name, holder.get(), places.names)
@@ -197,7 +210,9 @@ class SideEffects:
         return found
 
     def _generators(self) -> list[bytes]:
-        named = (x for h in self._places.holders for x in pytree.tree_leaves(h.content))
+        held = [holder.content for holder in self._places.holders]
+        held += [list(vars(part).values()) for part in self._places.parts]
+        named = pytree.tree_leaves([held, self._places.arguments])
         found = [g for g in named if isinstance(g, torch.Generator)]
         if not self._places.names.isdisjoint(_BY_NAME):
             found.append(torch.default_generator)
@@ -205,11 +220,13 @@ class SideEffects:
 
     @contextlib.contextmanager
     def _setters_noted(self) -> Iterator[None]:
-        places = [torch, torch.random, torch.cuda, torch.cuda.random]
+        numpy = sys.modules.get("numpy")
+        places: list[Any] = [torch, torch.random, torch.cuda, torch.cuda.random, random]
+        places += [] if numpy is None else [numpy.random]
         before = [
             (place, name, getattr(place, name))
             for place in places
-            for name in (*_SEEDS, *_STATES, "manual_seed_all")
+            for name in (*_SEEDS, *_STATES, "manual_seed_all", "setstate", "set_state")
             if hasattr(place, name)
         ]
         try:
@@ -257,6 +274,16 @@ def _drawn() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state(legacy=True)
     return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
+
+
+def _is_tensor(what: object) -> bool:
+    return isinstance(what, tuple) and what[0] == A_TENSOR
+
+
+def _numbered(what: object, known: Mapping[int, int]) -> object:
+    if isinstance(what, tuple) and what[0] == A_TENSOR:
+        return A_TENSOR, known.get(what[1], what[1])
+    return what
 
 
 def _is_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:

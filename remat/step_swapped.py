@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from remat.passes.torch_private.autograd import has_hooks
 from remat.solvers.errors import CaptureError
 from remat.step_names import PLAIN, Holder, tensors_in
 
@@ -26,6 +27,20 @@ class Entry:
     optimizer: int
     parameter: int
     key: str
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A view of an input, which shows what is written into it later."""
+
+    input: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """The view of the input as it is now."""
+        return inputs[self.input].detach().as_strided(self.shape, self.stride, self.offset)
 
 
 @contextlib.contextmanager
@@ -72,6 +87,17 @@ class Swapped:
         """Which input ``other`` stands for, or None."""
         return next((i for i, item in enumerate(self.others) if item is other), None)
 
+    def alias_of(self, value: object) -> Alias | None:
+        """The view of an input that ``value`` is, or None."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = value.untyped_storage()._cdata
+        for number, other in enumerate(self.others):
+            if other.untyped_storage()._cdata == storage and other.dtype == value.dtype:
+                shape, stride = tuple(value.shape), tuple(value.stride())
+                return Alias(number, shape, stride, int(value.storage_offset()))
+        return None
+
     def now_bound(self) -> dict[str, list[int]]:
         """Which tensors the names mean that outlive a step, and in which memory these lie.
 
@@ -116,6 +142,24 @@ class Swapped:
                     f"the step leaves another tensor in {name} than was there, which a graph "
                     "cannot do: write into the tensor that is there (copy_; register a buffer for "
                     "it), or return the new one"
+                )
+
+    def refuse_other_sizes_and_hooks(self) -> None:
+        """Resizing, and hooks on what stands for a tensor, would not be done again.
+
+        Raises:
+            CaptureError: the step did either.
+        """
+        for tensor, other in zip(self.places.inputs, self.others, strict=True):
+            if has_hooks(other):
+                raise CaptureError(
+                    f"the step leaves a hook on a tensor of shape {tuple(tensor.shape)}, which its "
+                    "graph would not do again: hang it there outside, or remove it in the step"
+                )
+            if tensor.untyped_storage().nbytes() != other.untyped_storage().nbytes():
+                raise CaptureError(
+                    f"the step resizes a tensor of shape {tuple(tensor.shape)}, which a graph "
+                    "cannot do: resize it outside"
                 )
 
     def refuse_dropped_state(self) -> None:

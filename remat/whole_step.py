@@ -42,6 +42,7 @@ from remat.plan_log import log_plan
 from remat.plans import Plan
 from remat.pooled import recording_notes
 from remat.solvers.errors import CaptureError, InvalidOption, RematError
+from remat.step_contents import SYMBOLIC
 from remat.step_errors import explained
 from remat.step_names import tensors_in
 from remat.step_places import Places
@@ -49,6 +50,7 @@ from remat.step_side import Flags, SideEffects, numbers_restored
 from remat.step_swapped import Entry, Swapped, swapped
 
 _LIMIT: Final = 8
+_TRACING: Final = threading.local()
 _TURNS: Final = threading.RLock()
 """Threads take turns: while one traces, the modules it names hold the tensors of its trace."""
 _SYMBOL: Final = re.compile(r"\b(zuf|u)\d+\b")
@@ -62,8 +64,8 @@ class _Bound:
     """What a step leaves behind beside its updates.
 
     Attributes:
-        result: the returned tree: leaves are ``("input", i)``, ``("output", i)`` or
-            ``("plain", value)``.
+        result: the returned tree: leaves are ``("input", i)``, ``("output", i)``, ``("alias",
+            view of an input)`` or ``("plain", value)``.
         gradients: input → output that is its new ``.grad``, or None where it is dropped.
         state: entry of an optimizer's state → leaf, as in ``result``.
     """
@@ -126,6 +128,8 @@ class CompiledStep:
 
     @dynamo.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_TRACING, "function", None) is not None:
+            return self._function(*args, **kwargs)  # a part of the step that is being traced
         with _TURNS:
             places = self._places(args, kwargs)
             key = places.signature()
@@ -317,12 +321,14 @@ def _trace(
                 _check_rates(groups, rates)
                 slots.refuse_new_bindings()
                 slots.refuse_dropped_state()
+                slots.refuse_other_sizes_and_hooks()
             outputs, found = _read(slots, result)
         bound.append(found)
         return outputs
 
     given = [*places.inputs, *_rate_tensors(places)]
     fakes = [tracing.fake_like(mode, tensor) for tensor in given]
+    _TRACING.function = function
     try:
         with effects.watched():
             module = tracing.trace_functional(flat, fakes, places.paths)
@@ -332,6 +338,8 @@ def _trace(
         if (said := explained(error)) is None:
             raise
         raise said from error
+    finally:
+        _TRACING.function = None
     step = StepGraph.of(module)
     _check_aliases(step, places)
     effects.refuse_replayed_draws(any(ops.is_random(node) for node in step.nodes))
@@ -354,17 +362,19 @@ def _check_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
 def _read(slots: Swapped, result: Any) -> tuple[list[Any], _Bound]:
     """The outputs of the traced function, and what each is."""
     outputs: list[Any] = []
+    returned: list[Any] = []
 
     def leaf(value: Any) -> tuple[str, Any]:
-        number = isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool)
-        if not (isinstance(value, torch.Tensor) or number):
+        if not isinstance(value, (torch.Tensor, *SYMBOLIC)):
             return "plain", value
-        known = slots.input_of(value)
-        if known is not None:
+        if (known := slots.input_of(value)) is not None:
             return "input", known
-        for index, output in enumerate(outputs):
+        if (alias := slots.alias_of(value)) is not None:
+            return "alias", alias
+        for index, output in enumerate(returned):
             if output is value:
                 return "output", index
+        returned.append(value)
         outputs.append(value.detach() if isinstance(value, torch.Tensor) else value)
         return "output", len(outputs) - 1
 
@@ -416,11 +426,11 @@ def _run(captured: _Captured, places: Places) -> Any:
 
     def value(leaf: tuple[str, Any]) -> Any:
         kind, what = leaf
-        return (
-            outputs[what]
-            if kind == "output"
-            else (places.inputs[what] if kind == "input" else what)
-        )
+        if kind == "alias":
+            return what.of(places.inputs)
+        if kind == "output":
+            return outputs[what]
+        return places.inputs[what] if kind == "input" else what
 
     for index, leaf in bound.gradients.items():
         places.inputs[index].grad = value(leaf)
