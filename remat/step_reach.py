@@ -64,6 +64,16 @@ def reach(
             reached.follow_parts(root)
 
 
+def unbound(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What a partial function holds is an argument like the others."""
+    while isinstance(function, partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    return function, args, kwargs
+
+
 def _roots_in(content: object) -> list[object]:
     return [leaf for leaf in pytree.tree_leaves(content) if isinstance(leaf, _ROOTS)]
 

@@ -46,6 +46,7 @@ from remat.step_contents import SYMBOLIC
 from remat.step_errors import explained
 from remat.step_names import tensors_in
 from remat.step_places import Places
+from remat.step_reach import unbound
 from remat.step_side import Flags, SideEffects, numbers_restored
 from remat.step_swapped import Entry, Swapped, swapped
 
@@ -130,13 +131,14 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(_TRACING, "function", None) is not None:
             return self._function(*args, **kwargs)  # a part of the step that is being traced
+        function, args, kwargs = unbound(self._function, args, kwargs)
         with _TURNS:
             places = self._places(args, kwargs)
             key = places.signature()
             if key not in self._captured:
                 self._check_limit()
                 with numbers_restored(places, only_if_it_fails=True):
-                    self._captured[key] = _capture(self._function, places, self._options)
+                    self._captured[key] = _capture(function, places, self._options)
             elif changed := self._captured[key].changed:
                 raise CaptureError(
                     f"the step changes {changed} in Python, which happened when it was captured, "
@@ -151,9 +153,10 @@ class CompiledStep:
             BudgetTooSmall: no plan fits.
             CaptureError: the step cannot be one graph.
         """
+        function, args, kwargs = unbound(self._function, args, kwargs)
         places = self._places(args, kwargs)
         with numbers_restored(places):
-            return _capture(self._function, places, self._options, run=False).plan
+            return _capture(function, places, self._options, run=False).plan
 
     def _places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Places:
         # A recorded graph could not read a number on the host anew.
