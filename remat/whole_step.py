@@ -194,10 +194,10 @@ def compile_step(
     The function computes its gradients inside, by ``torch.autograd.grad`` or ``backward()``, and
     may update parameters, by hand or by an optimizer's ``step()``. Nothing is saved at a boundary
     between forward and backward; values are kept or computed again wherever it pays, and updates
-    run as early as that lowers the peak. The function runs in Python once for each graph: numbers
-    and functions it is given or names, attributes and hooks of modules are part of the graph and
-    its key; other objects are those of that run. A graph whose run changed something in Python (a
-    counter, a scheduler, ``random``) is not run again. ::
+    run as early as that lowers the peak. The function runs in Python once for each graph: what its
+    code reads (numbers, functions, classes, attributes of objects, hooks of modules) is part of the
+    graph and its key. A graph whose run changed something in Python (a counter, a scheduler,
+    ``random``) is not run again. ::
 
         @remat.compile_step(memory_budget="16GiB")
         def step(batch):
