@@ -7,26 +7,30 @@ from outside makes another graph; and what a trace changes of it would never cha
 from __future__ import annotations
 
 import collections
+import contextlib
 import decimal
 import enum
 import fractions
+import inspect
 import operator
 import random
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
-from types import FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from remat.step_names import BY_VALUE, Same, code_names
+from remat.step_names import BY_VALUE, Same, code_names, described
+from remat.step_reach import functions_of
 
 SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
 A_TENSOR: Final = "a tensor"
 _VALUES: Final = (*BY_VALUE, enum.Enum, decimal.Decimal, fractions.Fraction, range, slice)
 _ELSEWHERE: Final = (nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Generator)
+_CALLED: Final = (FunctionType, MethodType, BuiltinFunctionType)
 _NAMED: Final = (FunctionType, MethodType, ModuleType)
 _MENTIONED: Final[weakref.WeakKeyDictionary[type, frozenset[str]]] = weakref.WeakKeyDictionary()
 _DEPTH: Final = 6
@@ -50,9 +54,13 @@ def contents(item: object, names: frozenset[str], *, moving: bool = False) -> li
 class Walk:
     """Through several things, each once, however often it is met."""
 
-    def __init__(self, names: frozenset[str], moving: bool = False) -> None:
+    def __init__(
+        self, names: frozenset[str], moving: bool = False, *, all_numbers: bool = False
+    ) -> None:
         self.names = names
         self.moving = moving
+        # Code of torch's or a package's may ask for what the step does not mention.
+        self.all_numbers = moving or all_numbers
         self._seen: set[int] = set()
 
     def through(self, item: Any, path: str = "", depth: int = _DEPTH) -> Iterator[Found]:
@@ -62,6 +70,10 @@ class Walk:
             return
         if self.moving and isinstance(item, torch.Tensor):
             yield path, (A_TENSOR, id(item))
+        if type(item) in weakref.ProxyTypes:
+            return
+        if isinstance(item, (nn.Module, torch.optim.Optimizer, type, *_CALLED)):
+            yield path, described(item)
         if isinstance(item, _ELSEWHERE) or depth == 0 or id(item) in self._seen:
             return
         self._seen.add(id(item))
@@ -82,7 +94,7 @@ class Walk:
         if isinstance(item, Set):
             yield path, frozenset(typed(part) for part in item if isinstance(part, _VALUES))
             return
-        parts = item.items() if isinstance(item, Mapping) else enumerate(item)
+        parts = list(item.items()) if isinstance(item, Mapping) else list(enumerate(item))
         for key, value in parts:
             name = f"{path}[{typed(key) if isinstance(key, _VALUES) else Same(key).number!r}]"
             yield name, "is there"
@@ -91,18 +103,28 @@ class Walk:
     def _attributes(self, item: Any, path: str, depth: int) -> Iterator[Found]:
         if isinstance(item, ModuleType) and not _is_callers(item.__name__):
             return
-        held = dict(getattr(item, "__dict__", {}))
+        held = _attributes_of(item)
         if isinstance(item, type):
             held = {name: value for name, value in held.items() if not callable(value)}
         elif not isinstance(item, _NAMED) and _is_callers(type(item).__module__):
             self.names |= _names_of_methods(type(item), self.names)
-            held |= {n: getattr(item, n) for n in _slots(type(item)) if hasattr(item, n)}
+            for name in _slots(type(item)):
+                slot = inspect.getattr_static(type(item), name, None)
+                with contextlib.suppress(AttributeError, TypeError):
+                    held[name] = slot.__get__(item)
         asked = held.keys() & self.names
-        if self.moving and not isinstance(item, (type, *_NAMED)):
-            # A method of torch's or Python's may count in what the step does not mention.
-            asked |= {name for name, value in held.items() if isinstance(value, _VALUES)}
+        if self.all_numbers and not isinstance(item, (type, *_NAMED)):
+            asked |= {name for name, value in held.items() if issubclass(type(value), _VALUES)}
         for name in sorted(asked):
             yield from self.through(held[name], f"{path}.{name}", depth - 1)
+
+
+def _attributes_of(item: object) -> dict[str, Any]:
+    """As they lie there: objects that make up attributes are not asked."""
+    try:
+        return dict(object.__getattribute__(item, "__dict__"))
+    except (AttributeError, TypeError):
+        return dict(vars(item)) if isinstance(item, type) else {}
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -156,10 +178,10 @@ def _is_callers(module: str) -> bool:
 
 
 def names_in_methods(kind: type) -> frozenset[str]:
-    """What the methods that a class itself defines mention."""
+    """What the methods of a class mention, as far as they are the caller's."""
     found = _MENTIONED.get(kind)
     if found is None:
-        methods = (method for method in vars(kind).values() if isinstance(method, FunctionType))
+        methods = functions_of(kind)
         found = frozenset[str]().union(*(code_names(method.__code__) for method in methods))
         _MENTIONED[kind] = found
     return found

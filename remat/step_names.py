@@ -6,6 +6,8 @@ the graph is kept under: numbers by their value, all else by being the very same
 
 from __future__ import annotations
 
+import dis
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 _NAMES: Final[weakref.WeakKeyDictionary[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
+_GLOBALS: Final[weakref.WeakKeyDictionary[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
+_OF_GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 PLAIN: Final = (int, float, str, bool, type(None))
 BY_VALUE: Final = (*PLAIN, bytes, complex, torch.device, torch.dtype)
 _FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
@@ -122,3 +126,37 @@ def code_names(code: CodeType) -> frozenset[str]:
         found = frozenset((*code.co_names, *texts)).union(*map(code_names, inner))
         _NAMES[code] = found
     return found
+
+
+def global_names(code: CodeType) -> frozenset[str]:
+    """The globals that a code object and those it defines read or write; not the attributes."""
+    found = _GLOBALS.get(code)
+    if found is None:
+        own = {i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS}
+        if "globals" in own:
+            own |= {text for text in code.co_consts if isinstance(text, str)}
+        inner = (item for item in code.co_consts if isinstance(item, CodeType))
+        found = frozenset(own).union(*map(global_names, inner))
+        _GLOBALS[code] = found
+    return found
+
+
+def names_of_first(code: CodeType) -> frozenset[str] | None:
+    """The attributes that a method asks its first argument for; None where it is used otherwise,
+    and may be asked for anything.
+    """
+    if not code.co_argcount:
+        return None
+    first, found = code.co_varnames[0], set()
+    listed = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+    for instruction, after in itertools.pairwise(listed):
+        value = instruction.argval
+        if value == first and instruction.opname == "MAKE_CELL":
+            continue
+        if value == first or (isinstance(value, tuple) and first in value):
+            loads = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+            asks = after.opname.endswith(("_ATTR", "LOAD_METHOD"))
+            if isinstance(value, tuple) or not loads or not asks:
+                return None
+            found.add(after.argval)
+    return frozenset(found)

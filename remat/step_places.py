@@ -199,7 +199,7 @@ class Places:
             metadata,
             gradients,
             storages,
-            tuple(self._describe(leaf) for leaf in leaves),
+            tuple(self._describe(leaf) if _is_told(leaf) else None for leaf in leaves),
             tuple(self._unsettled(leaves)),
             str(spec),
             tuple(self._of_names()),
@@ -220,11 +220,7 @@ class Places:
         """Tensors, numbers, functions, modules; of other objects what the code asks them for."""
         for holder in self.holders:
             leaves, spec = pytree.tree_flatten(holder.content)
-            yield tuple(
-                self._describe(leaf)
-                for leaf in leaves
-                if isinstance(leaf, (torch.Tensor, *_ROOTS)) or settles(leaf)
-            )
+            yield tuple(self._describe(leaf) for leaf in leaves if _is_told(leaf))
             if leaves and leaves[0] is not holder.content:
                 yield str(spec)
             yield from self._unsettled(leaves)
@@ -234,12 +230,12 @@ class Places:
         for leaf in leaves:
             if isinstance(leaf, type):
                 yield Same(leaf)
-            if not (isinstance(leaf, (torch.Tensor, *_ROOTS)) or settles(leaf)):
+            if not _is_told(leaf):
                 yield Same(type(leaf))
                 yield tuple(contents(leaf, self.names))
 
     def _of_modules(self) -> Iterator[object]:
-        walk = Walk(self.names_of_modules)
+        walk = Walk(self.names_of_modules, all_numbers=True)
         for part in self.parts:
             yield Same(part)
             for name, value in vars(part).items():
@@ -247,10 +243,11 @@ class Places:
                     yield described(value)
                 elif isinstance(value, torch.Tensor):
                     yield name, self.index(value)
-                # Hooks are functions in dicts; most of these are empty.
-                elif value and name not in HELD and settles(value):
+                elif name in HELD or (isinstance(value, dict) and not value):
+                    continue  # hooks are functions in dicts; most of these are empty
+                elif settles(value):
                     yield name, described(value)
-                elif value and name not in HELD and not name.startswith("_"):
+                else:
                     yield name, tuple(walk.through(value))
         for kind in dict.fromkeys(type(part) for part in self.parts):
             yield tuple(_of_class(kind))
@@ -265,8 +262,8 @@ class Places:
         for optimizer in self.optimizers:
             yield Same(optimizer)
             for name, value in vars(optimizer).items():
-                if not name.startswith("_") and isinstance(value, PLAIN):
-                    yield name, described(value)
+                if not name.startswith("_") and name not in ("param_groups", "state", "defaults"):
+                    yield name, tuple(contents(value, self.names))
             hooks = (v for k, v in vars(optimizer).items() if k.endswith("_hooks") and v)
             yield tuple(described(held) for held in hooks if settles(held))
             for group in optimizer.param_groups:
@@ -280,6 +277,11 @@ class Places:
             for parameter, state in optimizer.state.items():
                 entries = tuple((key, self._describe(value)) for key, value in state.items())
                 yield self.index(parameter), entries
+
+
+def _is_told(leaf: object) -> bool:
+    """Whether a leaf has a description of its own, and is not looked into."""
+    return isinstance(leaf, (torch.Tensor, *_ROOTS)) or settles(leaf)
 
 
 def _of_class(kind: type) -> Iterator[object]:

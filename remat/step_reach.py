@@ -6,11 +6,12 @@ partial functions, the caller's Python modules, and the ``forward`` and hooks of
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import InvalidOption
-from remat.step_names import PLAIN, Holder, code_names
+from remat.step_names import PLAIN, Holder, code_names, global_names, names_of_first
 
 _ROOTS: Final = (nn.Module, torch.optim.Optimizer)
 _HOOKS: Final = (
@@ -82,7 +83,7 @@ class _Reach:
     def __init__(self) -> None:
         self.holders: dict[tuple[int, str], Holder] = {}
         self.mentioned: set[str] = set()
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, int]] = set()
 
     @property
     def names(self) -> frozenset[str]:
@@ -95,19 +96,21 @@ class _Reach:
     def follow(self, function: Any) -> None:
         """Note what the function can name, and go on with what it can call."""
         if isinstance(function, partial):
-            content = [function.args, function.keywords]
+            content = [function.func, function.args, function.keywords]
             self._note(Holder("partial", (id(function), ""), content, lambda: content, _keep), ())
             function = function.func
         if not isinstance(function, FunctionType | MethodType):
             function = _call_of(function)
         inner: Any = getattr(function, "__func__", function)
         bound = getattr(function, "__self__", None)
-        if id(inner) in self._seen or not isinstance(inner, FunctionType):
+        asked = id(inner), id(bound)
+        if asked in self._seen or not isinstance(inner, FunctionType):
             return
-        self._seen.add(id(inner))
+        self._seen.add(asked)
         names = code_names(inner.__code__)
         self.mentioned |= names
-        for holder in (*_of_self(bound, names), *_of_code(inner, names)):
+        own = None if bound is None else names_of_first(inner.__code__)
+        for holder in (*_of_self(bound, names if own is None else own), *_of_code(inner)):
             self._note(holder, names)
         if bound is None or isinstance(bound, _ROOTS):
             return
@@ -123,12 +126,12 @@ class _Reach:
     def follow_parts(self, root: object) -> None:
         """The code of a module's parts, and their hooks; torch's own and libraries' is theirs."""
         if not isinstance(root, nn.Module):
+            for method in functions_of(type(root)):
+                self.follow(method)
             return
         for part in root.modules():
-            if not _is_foreign(type(part)):
-                for item in vars(type(part)).values():
-                    if isinstance(item, FunctionType):
-                        self.follow(item)
+            for method in functions_of(type(part)):
+                self.follow(method)
             own = vars(part)
             if "forward" in own:
                 self.follow(own["forward"])
@@ -137,13 +140,24 @@ class _Reach:
                     self.follow(hook)
 
 
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """The methods and properties of a class, as far as it and its bases are the caller's."""
+    for base in kind.__mro__:
+        if base is object or _is_foreign(base):
+            continue
+        for item in vars(base).values():
+            item = item.fget if isinstance(item, property) else getattr(item, "__func__", item)
+            if isinstance(item, FunctionType):
+                yield item
+
+
 def _is_foreign(kind: type) -> bool:
     """Whether a class comes with a package; what its code names is the package's."""
     known = _FOREIGN.get(kind)
     if known is None:
         top = kind.__module__.partition(".")[0]
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        known = _FOREIGN[kind] = top == "torch" or "site-packages" in file
+        known = _FOREIGN[kind] = _is_package(top) or "site-packages" in file
     return known
 
 
@@ -163,6 +177,10 @@ def _functions_in(content: object, names: Iterable[str]) -> Iterator[Any]:
                 yield leaf
         elif isinstance(leaf, partial) or _call_of(leaf) is not None:
             yield leaf
+        elif isinstance(leaf, type):
+            yield from functions_of(leaf)
+        elif not _is_foreign(type(leaf)):
+            yield from _methods(leaf, frozenset(names))
 
 
 def _is_package(module: str) -> bool:
@@ -176,7 +194,7 @@ def _call_of(item: object) -> FunctionType | MethodType | None:
     """The function that runs when an object of the caller's is called."""
     if isinstance(item, type | nn.Module):
         return None
-    wrapped = getattr(item, "__wrapped__", None)
+    wrapped = inspect.getattr_static(item, "__wrapped__", None)
     if isinstance(wrapped, FunctionType | MethodType):
         return wrapped
     method = getattr(type(item), "__call__", None)  # noqa: B004
@@ -207,22 +225,24 @@ def _of_self(bound: object, names: frozenset[str]) -> Iterator[Holder]:
     own: dict[str, Any] = {} if kind is bound else getattr(bound, "__dict__", {})
     yield from (Holder.in_dict(own, name) for name in names & own.keys())
     for name in sorted(names - own.keys()):
-        content = getattr(bound, name, None)
-        if content is None or callable(content):
-            continue
-        slot = any(name in getattr(base, "__slots__", ()) for base in kind.__mro__)
-        if slot:
-            put = partial(setattr, bound, name)
-            yield Holder(name, (id(bound), name), content, partial(getattr, bound, name), put)
-        elif isinstance(getattr(kind, name, None), PLAIN):
-            yield Holder(name, (id(kind), name), content, partial(getattr, kind, name), _keep)
+        known = inspect.getattr_static(kind, name, None)
+        if isinstance(known, MemberDescriptorType):  # a slot; properties are not run
+            try:
+                content = known.__get__(bound)
+            except AttributeError:
+                continue
+            get, put = partial(getattr, bound, name), partial(setattr, bound, name)
+            yield Holder(name, (id(bound), name), content, get, put)
+        elif known is not None and not callable(known) and not hasattr(type(known), "__get__"):
+            get = partial(inspect.getattr_static, kind, name)
+            yield Holder(name, (id(kind), name), known, get, _keep)
 
 
 def _keep(_: Any) -> None:
     """Numbers of a class, and defaults, stay what they are."""
 
 
-def _of_code(inner: FunctionType, names: frozenset[str]) -> Iterator[Holder]:
+def _of_code(inner: FunctionType) -> Iterator[Holder]:
     code, known = inner.__code__, inner.__globals__
     for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=False):
         try:
@@ -231,7 +251,9 @@ def _of_code(inner: FunctionType, names: frozenset[str]) -> Iterator[Holder]:
             continue
         get, put = partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")
         yield Holder(name, (id(cell), ""), content, get, put)
-    yield from (Holder.in_dict(known, name) for name in names if name in known)
+    for name in global_names(code):
+        if name in known:
+            yield Holder.in_dict(known, name)
     yield from _defaults(inner, code)
 
 

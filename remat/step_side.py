@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import CaptureError
 from remat.step_contents import A_TENSOR, SYMBOLIC, Found, contents
-from remat.step_names import PLAIN
+from remat.step_names import PLAIN, tensors_in
 from remat.step_places import HELD
 
 if TYPE_CHECKING:
@@ -252,12 +252,15 @@ class SideEffects:
 
 @contextlib.contextmanager
 def numbers_restored(places: Places, *, only_if_it_fails: bool = False) -> Iterator[None]:
-    """What a trace counts and switches in modules and optimizers, as it was."""
+    """What a trace counts, switches and collects, as it was."""
     holders: list[Any] = [group for o in places.optimizers for group in o.param_groups]
     holders += [vars(part) for part in places.parts]
     before = [
         (holder, {name: value for name, value in holder.items() if isinstance(value, PLAIN)})
         for holder in holders
+    ]
+    contents_before = [
+        (h.content, h.content.copy()) for h in places.holders if _is_plain(h.content)
     ]
     failed = True
     try:
@@ -267,6 +270,15 @@ def numbers_restored(places: Places, *, only_if_it_fails: bool = False) -> Itera
         if failed or not only_if_it_fails:
             for holder, numbers in before:
                 holder.update(numbers)
+            for content, items in contents_before:
+                content.clear()
+                put = content.extend if isinstance(content, list) else content.update
+                put(items)
+
+
+def _is_plain(content: object) -> bool:
+    """Whether it is a container as Python has them, and holds no tensors."""
+    return type(content) in (list, dict, set) and not tensors_in(content)
 
 
 def _drawn() -> tuple[Any, ...]:

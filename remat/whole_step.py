@@ -154,9 +154,10 @@ class CompiledStep:
             CaptureError: the step cannot be one graph.
         """
         function, args, kwargs = unbound(self._function, args, kwargs)
-        places = self._places(args, kwargs)
-        with numbers_restored(places):
-            return _capture(function, places, self._options, run=False).plan
+        with _TURNS:
+            places = self._places(args, kwargs)
+            with numbers_restored(places):
+                return _capture(function, places, self._options, run=False).plan
 
     def _places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Places:
         # A recorded graph could not read a number on the host anew.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -206,13 +208,78 @@ def another_class() -> Case:
     return lambda: torch.autograd.grad(function.apply(w).sum(), w)[0], change
 
 
+class Forwards(nn.Module):
+    def forward(self) -> Tensor:
+        return (self.w * self.cfg.k).square().sum()
+
+
+class Inherits(Forwards):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.cfg = parameter(), SimpleNamespace(k=1.0)
+        self._private, self.table = SimpleNamespace(k=1.0), np.ones(3)
+
+    def forward(self) -> Tensor:
+        return super().forward() * self._private.k
+
+
+def configured_module(private: bool) -> Case:
+    module = Inherits()
+    held = module._private if private else module.cfg
+    return lambda: torch.autograd.grad(module(), module.w)[0], lambda n: setattr(
+        held, "k", float(n)
+    )
+
+
+def method_of_an_object() -> Case:
+    class Scale:
+        k = 1.0
+
+        def get(self) -> float:
+            return self.k
+
+    w, scale = parameter(), Scale()
+    return lambda: gradient(w, scale.get()), lambda n: setattr(scale, "k", float(n))
+
+
+def function_in_an_object() -> Case:
+    w, held = parameter(), SimpleNamespace(act=torch.sin)
+
+    def step() -> Tensor:
+        return torch.autograd.grad(held.act(w).sum(), w)[0]
+
+    return step, lambda n: setattr(held, "act", (torch.exp, torch.sin)[n % 2])
+
+
+def attributes_of_an_optimizer() -> Case:
+    class Configured(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                p.data.sub_(p.grad, alpha=self.cfg["k"])
+
+    w = parameter()
+    optimizer: Any = Configured([w], lr=0.1)
+    optimizer.cfg = {"k": 1.0}
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        w.square().sum().backward()
+        with torch.no_grad():
+            optimizer.step()
+        return w.detach().clone()
+
+    return step, lambda n: optimizer.cfg.update(k=float(n))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "super": lambda: attribute(Derived), "callable": lambda: attribute(Called, "__call__"),
     "getattr": lambda: attribute(Asked), "slots": lambda: attribute(InSlots),
     "partial": partial_step, "forward": knob_of_a_forward, "dict": function_in_a_dict,
     "module": function_of_a_module, "hook": hook, "net": another_module,
     "children": swapped_children, "lists": nested_lists, "enum": another_mode,
-    "class": another_class,
+    "class": another_class, "config": lambda: configured_module(False),
+    "private": lambda: configured_module(True), "method": method_of_an_object,
+    "act": function_in_an_object, "optimizer": attributes_of_an_optimizer,
 }  # fmt: skip
 
 
@@ -231,6 +298,72 @@ def test_what_other_code_reads_is_read_anew(name: str) -> None:
     plain = run(False)
     torch.testing.assert_close(run(True), plain, rtol=0, atol=0)
     assert not torch.equal(_flat(plain[0]), _flat(plain[1]))  # the change shows
+
+
+class Odd(Base):
+    """What a step may name without harm, and is not asked."""
+
+    asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss, self.itself = 0.0, {}
+        self.dead = weakref.proxy(parameter())
+
+    @property
+    def grad(self) -> Any:
+        Odd.asked += 1
+        raise RuntimeError("this is not for everybody")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} yet")
+
+    def step(self) -> Tensor:
+        found = gradient(self.w, 1.0)
+        self.w.grad = found
+        return found
+
+
+loss: Any = None
+
+
+def test_what_a_step_does_not_read_makes_no_other_graph() -> None:
+    """Attributes it mentions are no globals; properties and lazy objects are left alone."""
+    global loss
+    odd, box = Odd(), SimpleNamespace(loss=1.0)
+    w = odd.w
+    compiled = remat.compile_step(odd.step, cost="roofline")
+    other = remat.compile_step(lambda: gradient(w, box.loss) * type(odd).asked)
+    for n in range(4):
+        loss = float(n)
+        other()
+        odd.loss = float(n)
+        compiled()
+        odd.loss = 0.0
+    assert Odd.asked == 0
+    # The first call finds no gradient, and the third one that is given back.
+    assert len(compiled.plans) <= 2
+    assert len(other.plans) <= 2
+
+
+def test_a_refused_step_leaves_containers_as_they_were() -> None:
+    w, losses = parameter(), [1.0]
+
+    def step() -> Tensor:
+        losses.append(w.sum().item())
+        return gradient(w, 1.0)
+
+    with pytest.raises(CaptureError, match="read out of a tensor in losses"):
+        remat.compile_step(step)()
+    assert losses == [1.0]
+
+
+def test_equal_arguments_make_one_graph() -> None:
+    w = parameter()
+    compiled = remat.compile_step(lambda n, where, given: gradient(w[where], n * given.k))
+    for _ in range(3):
+        compiled(np.int64(3), slice(0, 1), SimpleNamespace(k=1.0))
+    assert len(compiled.plans) == 1
 
 
 def _flat(result: Any) -> Tensor:
