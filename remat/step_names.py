@@ -22,6 +22,7 @@ _NAMES: Final[weakref.WeakKeyDictionary[CodeType, frozenset[str]]] = weakref.Wea
 _GLOBALS: Final[weakref.WeakKeyDictionary[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
 _OF_GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 PLAIN: Final = (int, float, str, bool, type(None))
+_LONG: Final = 4096
 BY_VALUE: Final = (*PLAIN, bytes, complex, torch.device, torch.dtype)
 _FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
 
@@ -105,14 +106,31 @@ def settles(item: object) -> bool:
     """
     if isinstance(item, (*BY_VALUE, *_FUNCTIONS)):
         return True
-    if isinstance(item, dict):
-        return all(map(settles, item.values()))
-    return isinstance(item, list | tuple | set | frozenset) and all(map(settles, item))
+    try:
+        if isinstance(item, dict):
+            return all(map(settles, item.values()))
+        return isinstance(item, list | tuple | set | frozenset) and all(map(settles, item))
+    except RecursionError:
+        return False
+
+
+def leaves_of(content: object) -> list[Any]:
+    """The leaves of a tree; of a long list of numbers, a data set, its length; what holds itself is
+    one leaf.
+    """
+    if isinstance(content, list | tuple | dict) and len(content) > _LONG:
+        first = next(iter(content.values() if isinstance(content, dict) else content))
+        if isinstance(first, PLAIN):
+            return [len(content)]
+    try:
+        return pytree.tree_leaves(content)
+    except RecursionError:
+        return [content]
 
 
 def tensors_in(content: object) -> list[torch.Tensor]:
     """The tensors in a tree, in order."""
-    return [leaf for leaf in pytree.tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(content) if isinstance(leaf, torch.Tensor)]
 
 
 def code_names(code: CodeType) -> frozenset[str]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from remat.passes.torch_private.autograd import has_hooks
 from remat.solvers.errors import CaptureError
 from remat.step_contents import Walk, contents, names_in_methods
-from remat.step_names import PLAIN, Holder, Same, described, settles, tensors_in
+from remat.step_names import PLAIN, Holder, Same, described, leaves_of, settles, tensors_in
 from remat.step_reach import reach
 
 HELD: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -219,10 +219,10 @@ class Places:
     def _of_names(self) -> Iterator[object]:
         """Tensors, numbers, functions, modules; of other objects what the code asks them for."""
         for holder in self.holders:
-            leaves, spec = pytree.tree_flatten(holder.content)
+            leaves = leaves_of(holder.content)
             yield tuple(self._describe(leaf) for leaf in leaves if _is_told(leaf))
-            if leaves and leaves[0] is not holder.content:
-                yield str(spec)
+            if len(leaves) > 1 or (leaves and isinstance(holder.content, list | tuple | dict)):
+                yield _structure(holder.content)
             yield from self._unsettled(leaves)
 
     def _unsettled(self, leaves: Iterable[object]) -> Iterator[object]:
@@ -277,6 +277,14 @@ class Places:
             for parameter, state in optimizer.state.items():
                 entries = tuple((key, self._describe(value)) for key, value in state.items())
                 yield self.index(parameter), entries
+
+
+def _structure(content: object) -> str:
+    """How a tree is built; nothing of what is told by its length, or holds itself."""
+    leaves = leaves_of(content)
+    if leaves and (leaves[0] is content or leaves == [len(content)]):  # type: ignore[arg-type]
+        return ""
+    return str(pytree.tree_structure(content))
 
 
 def _is_told(leaf: object) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import InvalidOption
-from remat.step_names import PLAIN, Holder, code_names, global_names, names_of_first
+from remat.step_names import PLAIN, Holder, code_names, global_names, leaves_of, names_of_first
 
 _ROOTS: Final = (nn.Module, torch.optim.Optimizer)
 _HOOKS: Final = (
@@ -76,7 +76,7 @@ def unbound(
 
 
 def _roots_in(content: object) -> list[object]:
-    return [leaf for leaf in pytree.tree_leaves(content) if isinstance(leaf, _ROOTS)]
+    return [leaf for leaf in leaves_of(content) if isinstance(leaf, _ROOTS)]
 
 
 class _Reach:
@@ -165,7 +165,7 @@ def _functions_in(content: object, names: Iterable[str]) -> Iterator[Any]:
     """What can be called in a content: functions, objects that are callable, of the caller's."""
     if isinstance(content, list | tuple | dict | set) and len(content) > _MOST:
         return
-    for leaf in pytree.tree_leaves(content):
+    for leaf in leaves_of(content):
         if isinstance(leaf, (*_ROOTS, *PLAIN, torch.Tensor)):
             continue
         if isinstance(leaf, ModuleType):

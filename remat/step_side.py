@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import CaptureError
 from remat.step_contents import A_TENSOR, SYMBOLIC, Found, contents
-from remat.step_names import PLAIN, tensors_in
+from remat.step_names import PLAIN, leaves_of, tensors_in
 from remat.step_places import HELD
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class SideEffects:
     def _generators(self) -> list[bytes]:
         held = [holder.content for holder in self._places.holders]
         held += [list(vars(part).values()) for part in self._places.parts]
-        named = pytree.tree_leaves([held, self._places.arguments])
+        named = [leaf for content in (*held, self._places.arguments) for leaf in leaves_of(content)]
         found = [g for g in named if isinstance(g, torch.Generator)]
         if not self._places.names.isdisjoint(_BY_NAME):
             found.append(torch.default_generator)

@@ -358,6 +358,15 @@ def test_a_refused_step_leaves_containers_as_they_were() -> None:
     assert losses == [1.0]
 
 
+def test_data_sets_and_what_holds_itself_may_be_named() -> None:
+    w, numbers, itself = parameter(), list(range(100_000)), {"k": 1.0}
+    itself["me"] = itself  # type: ignore[assignment]
+    compiled = remat.compile_step(lambda n: gradient(w, numbers[n] * itself["k"]))
+    assert torch.equal(compiled(3), gradient(w, 3.0))
+    itself["k"] = 2.0
+    assert torch.equal(compiled(3), gradient(w, 6.0))
+
+
 def test_equal_arguments_make_one_graph() -> None:
     w = parameter()
     compiled = remat.compile_step(lambda n, where, given: gradient(w[where], n * given.k))
