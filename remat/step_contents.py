@@ -23,8 +23,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from remat.step_names import BY_VALUE, Same, code_names, described
-from remat.step_reach import functions_of
+from remat.step_names import BY_VALUE, LONG, Same, code_names, described
+from remat.step_reach import functions_of, is_package
 
 SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
 A_TENSOR: Final = "a tensor"
@@ -34,9 +34,6 @@ _CALLED: Final = (FunctionType, MethodType, BuiltinFunctionType)
 _NAMED: Final = (FunctionType, MethodType, ModuleType)
 _MENTIONED: Final[weakref.WeakKeyDictionary[type, frozenset[str]]] = weakref.WeakKeyDictionary()
 _DEPTH: Final = 6
-_ITEMS: Final = 4096
-"""Longer containers and larger arrays are told by their length: a data set is not read anew for
-every step."""
 
 Found = tuple[str, object]
 
@@ -89,7 +86,7 @@ class Walk:
 
     def _container(self, item: Any, path: str, depth: int) -> Iterator[Found]:
         yield path, (type(item).__name__, len(item))
-        if len(item) > _ITEMS or isinstance(item, str | bytes | memoryview):
+        if len(item) > LONG or isinstance(item, str | bytes | memoryview):
             return
         if isinstance(item, Set):
             yield path, frozenset(typed(part) for part in item if isinstance(part, _VALUES))
@@ -101,12 +98,12 @@ class Walk:
             yield from self.through(value, name, depth - 1)
 
     def _attributes(self, item: Any, path: str, depth: int) -> Iterator[Found]:
-        if isinstance(item, ModuleType) and not _is_callers(item.__name__):
+        if isinstance(item, ModuleType) and is_package(item.__name__):
             return
         held = _attributes_of(item)
         if isinstance(item, type):
             held = {name: value for name, value in held.items() if not callable(value)}
-        elif not isinstance(item, _NAMED) and _is_callers(type(item).__module__):
+        elif not isinstance(item, _NAMED) and not is_package(type(item).__module__):
             self.names |= _names_of_methods(type(item), self.names)
             for name in _slots(type(item)):
                 slot = inspect.getattr_static(type(item), name, None)
@@ -143,7 +140,7 @@ def _is_array(item: object) -> bool:
 
 
 def _array(item: Any) -> object:
-    if item.size > _ITEMS or item.dtype.hasobject:
+    if item.size > LONG or item.dtype.hasobject:
         return str(item.dtype), item.shape
     return str(item.dtype), item.shape, item.tobytes()
 
@@ -167,14 +164,6 @@ def _state(item: Any) -> object:
     if hasattr(item, "get_state"):
         return repr(item.get_state())
     return repr(item), operator.length_hint(item, 0)
-
-
-def _is_callers(module: str) -> bool:
-    """Whether its code is the caller's; torch, NumPy and Python are not looked into."""
-    top = module.partition(".")[0]
-    return top not in ("torch", "numpy", "remat") and top not in sys.stdlib_module_names - {
-        "__main__"
-    }
 
 
 def names_in_methods(kind: type) -> frozenset[str]:

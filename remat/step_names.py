@@ -22,7 +22,8 @@ _NAMES: Final[weakref.WeakKeyDictionary[CodeType, frozenset[str]]] = weakref.Wea
 _GLOBALS: Final[weakref.WeakKeyDictionary[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
 _OF_GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 PLAIN: Final = (int, float, str, bool, type(None))
-_LONG: Final = 4096
+LONG: Final = 4096
+"""Longer containers and arrays are data, told by their length: they are not read for every step."""
 BY_VALUE: Final = (*PLAIN, bytes, complex, torch.device, torch.dtype)
 _FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
 
@@ -118,7 +119,7 @@ def leaves_of(content: object) -> list[Any]:
     """The leaves of a tree; of a long list of numbers, a data set, its length; what holds itself is
     one leaf.
     """
-    if isinstance(content, list | tuple | dict) and len(content) > _LONG:
+    if isinstance(content, list | tuple | dict) and len(content) > LONG:
         first = next(iter(content.values() if isinstance(content, dict) else content))
         if isinstance(first, PLAIN):
             return [len(content)]

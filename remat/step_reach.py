@@ -157,7 +157,7 @@ def _is_foreign(kind: type) -> bool:
     if known is None:
         top = kind.__module__.partition(".")[0]
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        known = _FOREIGN[kind] = _is_package(top) or "site-packages" in file
+        known = _FOREIGN[kind] = is_package(top) or "site-packages" in file
     return known
 
 
@@ -169,11 +169,11 @@ def _functions_in(content: object, names: Iterable[str]) -> Iterator[Any]:
         if isinstance(leaf, (*_ROOTS, *PLAIN, torch.Tensor)):
             continue
         if isinstance(leaf, ModuleType):
-            if not _is_package(leaf.__name__):
+            if not is_package(leaf.__name__):
                 held = vars(leaf)
                 yield from (held[n] for n in names if isinstance(held.get(n), FunctionType))
         elif isinstance(leaf, FunctionType | MethodType):
-            if not _is_package(str(leaf.__module__)):
+            if not is_package(str(leaf.__module__)):
                 yield leaf
         elif isinstance(leaf, partial) or _call_of(leaf) is not None:
             yield leaf
@@ -183,7 +183,7 @@ def _functions_in(content: object, names: Iterable[str]) -> Iterator[Any]:
             yield from _methods(leaf, frozenset(names))
 
 
-def _is_package(module: str) -> bool:
+def is_package(module: str) -> bool:
     """Whether a Python module is torch's, NumPy's, remat's or Python's own."""
     top = module.partition(".")[0]
     own = top in sys.stdlib_module_names and top != "__main__"
@@ -198,7 +198,7 @@ def _call_of(item: object) -> FunctionType | MethodType | None:
     if isinstance(wrapped, FunctionType | MethodType):
         return wrapped
     method = getattr(type(item), "__call__", None)  # noqa: B004
-    if not isinstance(method, FunctionType) or _is_package(str(method.__module__)):
+    if not isinstance(method, FunctionType) or is_package(str(method.__module__)):
         return None
     return MethodType(method, item)
 

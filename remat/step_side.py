@@ -151,9 +151,7 @@ class SideEffects:
                     "unknown while the step is traced, and would never change again: return the "
                     "tensor, and collect it outside"
                 )
-            if any(
-                isinstance(what, tuple) and what[0] == "a tensor" for _, what in {*new} - {*old}
-            ):
+            if any(_is_tensor(what) for _, what in {*new} - {*old}):
                 raise CaptureError(
                     f"the step leaves another tensor in {name} than was there, which a graph "
                     "cannot do: return it, and put it there outside"
@@ -292,10 +290,8 @@ def _is_tensor(what: object) -> bool:
     return isinstance(what, tuple) and what[0] == A_TENSOR
 
 
-def _numbered(what: object, known: Mapping[int, int]) -> object:
-    if isinstance(what, tuple) and what[0] == A_TENSOR:
-        return A_TENSOR, known.get(what[1], what[1])
-    return what
+def _numbered(what: Any, known: Mapping[int, int]) -> object:
+    return (A_TENSOR, known.get(what[1], what[1])) if _is_tensor(what) else what
 
 
 def _is_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:

@@ -73,6 +73,7 @@ class Swapped:
     places: Places
     others: list[torch.Tensor]
     bound: dict[str, list[int]] = field(default_factory=dict)
+    _states: list[Mapping[Any, Any]] = field(default_factory=list)
 
     def of(self, tensor: Any) -> Any:
         """What stands for ``tensor``; itself if it is no input."""
@@ -207,8 +208,6 @@ class Swapped:
     def _before(self, number: int, index: int) -> Mapping[str, Any]:
         states: Mapping[Any, Any] = self._states[number]
         return states.get(self.places.inputs[index], {})
-
-    _states: list[Mapping[Any, Any]] = field(default_factory=list)
 
 
 def _swap_holder(holder: Holder, swapped: Swapped) -> Callable[[], None]:
