@@ -319,12 +319,16 @@ def _bytes(size: int | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rows that are not known yet, as far as the time goes, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="rows: " + ", ".join(row.key for row in ROWS),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing behind that")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="torch's name of it")
     parser.add_argument("--tiny", action="store_true", help="small models, for a CPU")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
     parser.add_argument("--retry", action="store_true", help="run rows again that failed")
     asked = parser.parse_args(arguments)
     if asked.device == "cuda" and not torch.cuda.is_available():

@@ -127,20 +127,27 @@ class JointGraph:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of targets, topology, shapes, strides, dtypes, plain arguments.
+        """SHA-256 of :attr:`lines`."""
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
-        Not of names, nor of what constant tensors hold: no plan depends on either.
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """Targets, topology, shapes, strides, dtypes, plain arguments: how many outputs forward
+        has, then an entry for each node, last the output.
+
+        Not names, nor what constant tensors hold: no plan depends on either.
         """
         position = {node: index for index, node in enumerate(self.nodes)}
         lines = [f"forward outputs {self.num_forward_outputs}"]
         for node in (*self.nodes, self.output):
             what = node.op if node.op in ("placeholder", "get_attr", "output") else str(node.target)
-            lines += [_body(body, len(position)) for body in ops.bodies(node)]
+            bodies = [_body(body, len(position)) for body in ops.bodies(node)]
             arguments = (
                 _canonical((node.args, node.kwargs), position) if node.op != "placeholder" else ""
             )
-            lines.append(f"{what} {arguments} {_signature(node.meta.get('val'))}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            own = f"{what} {arguments} {_signature(node.meta.get('val'))}"
+            lines.append("\n".join([*bodies, own]))
+        return tuple(lines)
 
 
 def _stays_in_forward(node: fx.Node) -> bool:

@@ -7,10 +7,9 @@ call is the session's; it comes in as a ledger.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,7 +37,7 @@ from remat.plans import Plan
 from remat.pooled import copied_bytes, in_pool, recording_notes
 from remat.report.text import budget_too_small
 from remat.solvers.choose import least_peak, solve
-from remat.solvers.cold import KERNELS
+from remat.solvers.cold import await_kernels
 from remat.solvers.errors import BudgetTooSmall, PlanMismatch
 from remat.solvers.every_n_layers import repeated_blocks
 from remat.solvers.problem import Link, Problem
@@ -47,8 +46,6 @@ from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 from remat.solvers.units import format_bytes
 from remat.version import __version__
-
-_LOG: Final = logging.getLogger("remat")
 
 
 @dataclass(frozen=True)
@@ -319,23 +316,12 @@ def _memory(spec: DeviceSpec, problem: Problem) -> tuple[int, int]:
 
 def _least_peak(problem: Problem, known: KnownPlans, options: Options, link: Link | None) -> int:
     if known.least is None:
-        _prepare_solver()
+        await_kernels()
         known.least = least_peak(
             problem, time_limit=options.time_limit, progress=options.progress, link=link
         ).schedule
         known.remember(known.least)
     return simulate(problem, known.least, link).peak
-
-
-def _prepare_solver() -> None:
-    """Wait until the search is compiled: half a minute, once for an installation.
-
-    Without it a plan can be had sooner, but the first step of a training run is no moment to be
-    refused a budget that the second would be given.
-    """
-    if not KERNELS.wait(0.0):
-        _LOG.info("compiling the solver; this happens once for an installation of remat")
-        KERNELS.wait(None)
 
 
 def _solve(
@@ -349,7 +335,7 @@ def _solve(
     if options.solver == "auto":
         unlinked = () if link is None else known_plans(problem).schedules
         starts = (*known.schedules, *unlinked)
-    _prepare_solver()
+    await_kernels()
     solution = solve(
         problem,
         memory_budget=budget,

@@ -12,6 +12,7 @@ import decimal
 import enum
 import fractions
 import inspect
+import io
 import operator
 import random
 import sys
@@ -23,17 +24,21 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from remat.solvers.errors import CaptureError
 from remat.step_names import BY_VALUE, LONG, Same, code_names, described
-from remat.step_reach import functions_of, is_package
+from remat.step_reach import functions_of, implicit, is_package
 
 SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
 A_TENSOR: Final = "a tensor"
+UNKNOWN: Final = "an iterator that does not tell its place"
 _VALUES: Final = (*BY_VALUE, enum.Enum, decimal.Decimal, fractions.Fraction, range, slice)
 _ELSEWHERE: Final = (nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Generator)
 _CALLED: Final = (FunctionType, MethodType, BuiltinFunctionType)
 _NAMED: Final = (FunctionType, MethodType, ModuleType)
 _MENTIONED: Final[weakref.WeakKeyDictionary[type, frozenset[str]]] = weakref.WeakKeyDictionary()
 _DEPTH: Final = 6
+_MOST: Final = 200_000
+"""Looked at in every call: more would take longer than what they settle."""
 
 Found = tuple[str, object]
 
@@ -59,9 +64,21 @@ class Walk:
         # Code of torch's or a package's may ask for what the step does not mention.
         self.all_numbers = moving or all_numbers
         self._seen: set[int] = set()
+        self._met = 0
 
     def through(self, item: Any, path: str = "", depth: int = _DEPTH) -> Iterator[Found]:
-        """See :func:`contents`; ``path`` leads to ``item``, ``depth`` is how deep to go."""
+        """See :func:`contents`; ``path`` leads to ``item``, ``depth`` is how deep to go.
+
+        Raises:
+            CaptureError: it is a data set.
+        """
+        self._met += 1
+        if self._met > _MOST:
+            raise CaptureError(
+                f"the step reaches an object that holds more than {_MOST:,} numbers and objects "
+                f"(at {path[:60]}), and would read all of them in every call: hand over as "
+                "arguments what it needs of them, in tensors"
+            )
         if isinstance(item, (*_VALUES, *SYMBOLIC)):
             yield path, typed(item)
             return
@@ -146,11 +163,16 @@ def _array(item: Any) -> object:
 
 
 def _is_moving(item: object) -> bool:
+    """Random generators, and iterators whose place is in no attribute; files are no iterators."""
     numpy = sys.modules.get("numpy")
     generators: tuple[type, ...] = (random.Random, GeneratorType)
     if numpy is not None:
         generators = (*generators, numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(item, generators) or hasattr(type(item), "__next__")
+    if isinstance(item, generators):
+        return True
+    own = isinstance(getattr(type(item), "__next__", None), FunctionType)
+    iterates = hasattr(type(item), "__next__") and not isinstance(item, io.IOBase)
+    return iterates and not (own and "__next__" in implicit(type(item)))
 
 
 def _state(item: Any) -> object:
@@ -163,7 +185,10 @@ def _state(item: Any) -> object:
         return repr(item.bit_generator.state)
     if hasattr(item, "get_state"):
         return repr(item.get_state())
-    return repr(item), operator.length_hint(item, 0)
+    if isinstance(item, enumerate):
+        return item.__reduce__()[1][1]
+    written, left = repr(item), operator.length_hint(item, -1)
+    return (written, left) if left >= 0 or f"{id(item):x}" not in written.lower() else UNKNOWN
 
 
 def names_in_methods(kind: type) -> frozenset[str]:
@@ -178,7 +203,7 @@ def names_in_methods(kind: type) -> frozenset[str]:
 
 def _names_of_methods(kind: type, mentioned: frozenset[str]) -> frozenset[str]:
     """What the methods that are mentioned mention, and those they call."""
-    found, asked = set(mentioned), {"__call__", *mentioned}
+    found, asked = set(mentioned), {"__call__", *implicit(kind), *mentioned}
     looked: set[str] = set()
     while asked - looked:
         name = (asked - looked).pop()

@@ -52,10 +52,10 @@ def _asks_for_content(error: Exception) -> str:
     at = f"{file.name}, line {line}, in {name}"
     if _UPDATES in file.parents:
         return (
-            f"the optimizer of the step reads its rate or a count as a number, and goes on from "
-            f"there, which one graph cannot ({at}): make it with fused=False, or take one that "
-            "only computes with them (SGD, Adam, AdamW, NAdam, Adamax, Adagrad, Adadelta, RMSprop, "
-            "Rprop); or use remat.compile, and step outside"
+            "the optimizer of the step cannot be a part of one graph: it reads its rate or a count "
+            f"as a number, and goes on from there ({at}). Make it with fused=False, or take one "
+            "that only computes with them (SGD, Adam, AdamW, NAdam, Adamax, Adagrad, Adadelta, "
+            "RMSprop, Rprop); or use remat.compile, and step outside"
         )
     if _LAYERS in file.parents:
         help_ = "give BatchNorm a momentum, not None; or " * (file.stem == "batchnorm")

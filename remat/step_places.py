@@ -7,7 +7,7 @@ has run, those that the step bound anew are bound to what the graph returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from remat.passes.torch_private.autograd import has_hooks
 from remat.solvers.errors import CaptureError
-from remat.step_contents import Walk, contents, names_in_methods
-from remat.step_names import PLAIN, Holder, Same, described, leaves_of, settles, tensors_in
+from remat.step_contents import names_in_methods
+from remat.step_names import Holder, tensors_in
 from remat.step_reach import reach
 
 HELD: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -167,10 +167,11 @@ class Places:
             (group, group["lr"])
             for optimizer in self.optimizers
             for group in optimizer.param_groups
-            if self._is_lifted(group)
+            if self.lifts(group)
         ]
 
-    def _is_lifted(self, group: dict[str, Any]) -> bool:
+    def lifts(self, group: dict[str, Any]) -> bool:
+        """Whether the learning rate of a group is an input."""
         return self.lifts_rates and isinstance(group.get("lr"), float)
 
     def passed(self) -> frozenset[int]:
@@ -180,127 +181,3 @@ class Places:
             self.index(x) for x in leaves if isinstance(x, torch.Tensor) and not x.requires_grad
         )
         return frozenset(index for index in found if index is not None)
-
-    def signature(self) -> tuple[Any, ...]:
-        """All that a graph of this call depends on, but for contents of tensors."""
-        metadata = tuple(
-            (t.dtype, t.shape, t.stride(), t.device, t.requires_grad, t.is_leaf)
-            for t in self.inputs
-        )
-        gradients = tuple(
-            self.index(t.grad) if t.is_leaf and t.grad is not None else None for t in self.inputs
-        )
-        first: dict[int, int] = {}
-        storages = tuple(
-            first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(self.inputs)
-        )
-        leaves, spec = pytree.tree_flatten(self.arguments)
-        return (
-            metadata,
-            gradients,
-            storages,
-            tuple(self._describe(leaf) if _is_told(leaf) else None for leaf in leaves),
-            tuple(self._unsettled(leaves)),
-            str(spec),
-            tuple(self._of_names()),
-            tuple(self._of_modules()),
-            tuple(self._slots()),
-            tuple(self._of_optimizers()),
-            _autocast("cpu"),
-            _autocast("cuda"),
-            torch.get_default_dtype(),
-            torch.is_grad_enabled(),
-        )
-
-    def _describe(self, leaf: object) -> object:
-        found = self.index(leaf)
-        return described(leaf) if found is None else ("input", found)
-
-    def _of_names(self) -> Iterator[object]:
-        """Tensors, numbers, functions, modules; of other objects what the code asks them for."""
-        for holder in self.holders:
-            leaves = leaves_of(holder.content)
-            yield tuple(self._describe(leaf) for leaf in leaves if _is_told(leaf))
-            if len(leaves) > 1 or (leaves and isinstance(holder.content, list | tuple | dict)):
-                yield _structure(holder.content)
-            yield from self._unsettled(leaves)
-
-    def _unsettled(self, leaves: Iterable[object]) -> Iterator[object]:
-        """What objects hold, and are told by no key of their own."""
-        for leaf in leaves:
-            if isinstance(leaf, type):
-                yield Same(leaf)
-            if not _is_told(leaf):
-                yield Same(type(leaf))
-                yield tuple(contents(leaf, self.names))
-
-    def _of_modules(self) -> Iterator[object]:
-        walk = Walk(self.names_of_modules, all_numbers=True)
-        for part in self.parts:
-            yield Same(part)
-            for name, value in vars(part).items():
-                if isinstance(value, PLAIN):
-                    yield described(value)
-                elif isinstance(value, torch.Tensor):
-                    yield name, self.index(value)
-                elif name in HELD or (isinstance(value, dict) and not value):
-                    continue  # hooks are functions in dicts; most of these are empty
-                elif settles(value):
-                    yield name, described(value)
-                else:
-                    yield name, tuple(walk.through(value))
-        for kind in dict.fromkeys(type(part) for part in self.parts):
-            yield tuple(_of_class(kind))
-
-    def _slots(self) -> Iterator[object]:
-        for part in self.parts:
-            for held in (part._parameters, part._buffers):
-                yield tuple((name, self.index(value)) for name, value in held.items())
-            yield tuple((name, id(child)) for name, child in part._modules.items())
-
-    def _of_optimizers(self) -> Iterator[object]:
-        for optimizer in self.optimizers:
-            yield Same(optimizer)
-            for name, value in vars(optimizer).items():
-                if not name.startswith("_") and name not in ("param_groups", "state", "defaults"):
-                    yield name, tuple(contents(value, self.names))
-            hooks = (v for k, v in vars(optimizer).items() if k.endswith("_hooks") and v)
-            yield tuple(described(held) for held in hooks if settles(held))
-            for group in optimizer.param_groups:
-                lifted = self._is_lifted(group)
-                yield tuple(
-                    (name, self._describe(value))
-                    for name, value in group.items()
-                    if name != "params" and not (name == "lr" and lifted)
-                )
-                yield tuple(map(self.index, group["params"]))
-            for parameter, state in optimizer.state.items():
-                entries = tuple((key, self._describe(value)) for key, value in state.items())
-                yield self.index(parameter), entries
-
-
-def _structure(content: object) -> str:
-    """How a tree is built; nothing of what is told by its length, or holds itself."""
-    leaves = leaves_of(content)
-    if leaves and (leaves[0] is content or leaves == [len(content)]):  # type: ignore[arg-type]
-        return ""
-    return str(pytree.tree_structure(content))
-
-
-def _is_told(leaf: object) -> bool:
-    """Whether a leaf has a description of its own, and is not looked into."""
-    return isinstance(leaf, (torch.Tensor, *_ROOTS)) or settles(leaf)
-
-
-def _of_class(kind: type) -> Iterator[object]:
-    """Numbers and functions of the caller's classes; torch's stay as they are."""
-    for base in kind.__mro__:
-        if base is not object and not base.__module__.startswith("torch."):
-            for name, value in vars(base).items():
-                if not name.startswith("__") and settles(value):
-                    yield name, described(value)
-
-
-def _autocast(device_type: str) -> tuple[object, ...]:
-    on = torch.is_autocast_enabled(device_type)
-    return on, torch.get_autocast_dtype(device_type) if on else None

@@ -26,6 +26,13 @@ _HOOKS: Final = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 _FOREIGN: Final[weakref.WeakKeyDictionary[type, bool]] = weakref.WeakKeyDictionary()
+_IMPLICIT: Final[weakref.WeakKeyDictionary[type, frozenset[str]]] = weakref.WeakKeyDictionary()
+_NOT_RUN: Final = frozenset(
+    f"__{name}__"
+    for name in ("init", "new", "post_init", "init_subclass", "del", "repr", "hash", "reduce",
+                 "reduce_ex", "getstate", "setstate", "copy", "deepcopy")
+)  # fmt: skip
+"""By a step, on an object that is there already; or only to print, copy and store it."""
 _MOST: Final = 256
 """A longer container is data, and no table of functions."""
 
@@ -151,6 +158,21 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
                 yield item
 
 
+def implicit(kind: type) -> frozenset[str]:
+    """The methods of the caller's that run without being named: by operators, ``next``, ``len``."""
+    found = _IMPLICIT.get(kind)
+    if found is None:
+        named = (
+            name
+            for base in kind.__mro__
+            if base is not object and not _is_foreign(base)
+            for name, item in vars(base).items()
+            if name.startswith("__") and isinstance(item, FunctionType)
+        )
+        found = _IMPLICIT[kind] = frozenset(named) - _NOT_RUN
+    return found
+
+
 def _is_foreign(kind: type) -> bool:
     """Whether a class comes with a package; what its code names is the package's."""
     known = _FOREIGN.get(kind)
@@ -204,8 +226,9 @@ def _call_of(item: object) -> FunctionType | MethodType | None:
 
 
 def _methods(bound: object, names: frozenset[str]) -> Iterator[Any]:
-    """Methods of these names of an object or a class, overridden ones as well."""
+    """Implicit methods, and those of these names, of an object or a class; overridden ones, too."""
     kind = bound if isinstance(bound, type) else type(bound)
+    names |= implicit(kind)
     for base in kind.__mro__:
         for name in names & vars(base).keys():
             method = vars(base)[name]

@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import CaptureError
-from remat.step_contents import A_TENSOR, SYMBOLIC, Found, contents
+from remat.step_contents import A_TENSOR, SYMBOLIC, UNKNOWN, Found, contents
 from remat.step_names import PLAIN, leaves_of, tensors_in
 from remat.step_places import HELD
 
@@ -185,6 +185,12 @@ class SideEffects:
 
         def note(key: Any, name: str, item: object, names: frozenset[str]) -> None:
             walked = contents(item, names, moving=True)
+            for path in (path for path, what in walked if what == UNKNOWN):
+                raise CaptureError(
+                    f"the step reaches an iterator, {name}{path}, that does not tell its place, "
+                    "and which its graph would not move on: take its next item outside the step, "
+                    "and hand it over as an argument"
+                )
             found[key] = name, tuple((path, _numbered(what, known)) for path, what in walked)
 
         for holder in places.holders:

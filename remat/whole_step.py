@@ -1,16 +1,13 @@
 """``remat.compile_step``: loss, gradients and the optimizer's update in one graph.
 
-The step is traced with all its tensors as inputs of a function: parameters, buffers, gradients,
-optimizer state, arguments. What it returns, and what it binds anew (a gradient, a fresh entry of an
-optimizer's state), are outputs; what it writes in place is updated in the graph.
+A step runs in Python twice: when it is captured, and when it is called like that again, to see
+whether it comes out the same. From then on its graph runs alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -21,16 +18,15 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from remat import step_key
 from remat.compilation import holding_tier
-from remat.cost.device import described_capability, find_device
+from remat.cost.device import find_device
 from remat.cost.model import CostModel
 from remat.executors import cudagraph
 from remat.lowering import planned_for
 from remat.measurement import resident_bytes
 from remat.options import Options
 from remat.partitioner import make_plan
-from remat.passes import ops
-from remat.passes.attention import RoutedAttention
 from remat.passes.emit_step import emit_step
 from remat.passes.lower import lower, op_nodes
 from remat.passes.offload import Place
@@ -41,51 +37,36 @@ from remat.passes.whole_step import StepGraph, step_storages
 from remat.plan_log import log_plan
 from remat.plans import Plan
 from remat.pooled import recording_notes
-from remat.solvers.errors import CaptureError, InvalidOption, RematError
-from remat.step_contents import SYMBOLIC
-from remat.step_errors import explained
-from remat.step_names import tensors_in
+from remat.solvers.errors import CaptureError, InvalidOption
 from remat.step_places import Places
 from remat.step_reach import unbound
-from remat.step_side import Flags, SideEffects, numbers_restored
-from remat.step_swapped import Entry, Swapped, swapped
+from remat.step_side import Flags, numbers_restored
+from remat.step_trace import Account, Bound, Leaf, is_tracing, rate_tensors, trace
 
 _LIMIT: Final = 8
-_TRACING: Final = threading.local()
 _TURNS: Final = threading.RLock()
 """Threads take turns: while one traces, the modules it names hold the tensors of its trace."""
-_SYMBOL: Final = re.compile(r"\b(zuf|u)\d+\b")
 _REFUSED: Final = ("double_backward", "inductor", "plan", "optimizer")
 
 Graph = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """What a step leaves behind beside its updates.
+@dataclass
+class _Captured:
+    """One traced step, planned and ready to run.
 
     Attributes:
-        result: the returned tree: leaves are ``("input", i)``, ``("output", i)``, ``("alias",
-            view of an input)`` or ``("plain", value)``.
-        gradients: input → output that is its new ``.grad``, or None where it is dropped.
-        state: entry of an optimizer's state → leaf, as in ``result``.
+        changed: what a trace of it changed in Python: its graph is not run again.
+        flags: what every run switches.
+        account: of its first trace; None once a second has come out the same.
     """
 
-    result: list[tuple[str, Any]]
-    tree: Any
-    gradients: dict[int, tuple[str, Any]]
-    state: dict[Entry, tuple[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """One traced step, planned and ready to run."""
-
     graph: Graph
-    bound: _Bound
+    bound: Bound
     plan: Plan
-    changed: str  # in Python, while it was traced: it is run once, and never again
-    flags: Flags  # what every run switches
+    changed: str
+    flags: Flags
+    account: Account | None
 
 
 class CompiledStep:
@@ -129,22 +110,27 @@ class CompiledStep:
 
     @dynamo.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_TRACING, "function", None) is not None:
+        if is_tracing():
             return self._function(*args, **kwargs)  # a part of the step that is being traced
         function, args, kwargs = unbound(self._function, args, kwargs)
         with _TURNS:
             places = self._places(args, kwargs)
-            key = places.signature()
-            if key not in self._captured:
-                self._check_limit()
+            key = step_key.signature(places)
+            captured = self._captured.get(key)
+            if captured is None:
+                self._check_limit(key, places)
                 with numbers_restored(places, only_if_it_fails=True):
-                    self._captured[key] = _capture(function, places, self._options)
-            elif changed := self._captured[key].changed:
+                    captured = _capture(function, places, self._options)
+                self._captured[key] = captured
+            elif captured.changed:
                 raise CaptureError(
-                    f"the step changes {changed} in Python, which happened when it was captured, "
-                    "and which its graph does not do again: do it outside the step, or in a tensor"
+                    f"the step changes {captured.changed} in Python, which happened when it was "
+                    "captured, and which its graph does not do again: do it outside the step, or "
+                    "in a tensor"
                 )
-            return _run(self._captured[key], places)
+            elif captured.account is not None:
+                _look_again(function, places, self._options, captured)
+            return _run(captured, places)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for a call with these arguments; the step is traced, not run.
@@ -164,14 +150,15 @@ class CompiledStep:
         lifts = self._options.executor != "cudagraph"
         return Places.of(self._function, self._state, args, kwargs, lifts_rates=lifts)
 
-    def _check_limit(self) -> None:
+    def _check_limit(self, key: step_key.Key, places: Places) -> None:
         if len(self._captured) >= _LIMIT:
+            last = next(reversed(self._captured))
             raise CaptureError(
-                f"the step was captured {_LIMIT} times, and comes different again: a number it is "
-                "called with or names, an attribute of a module, a function made anew, a size, or "
-                "an option of its optimizer changes from call to call. All of them become part of "
-                f"the graph: give numbers as tensors ({self._of_rates}), and pad inputs to fewer "
-                "shapes"
+                f"the step was captured {_LIMIT} times, and comes different again. From the last "
+                f"capture to this call, {step_key.difference(last, key, places)} changed. All that "
+                f"the step reads becomes part of its graph: give numbers as tensors "
+                f"({self._of_rates}), do not make functions anew for every call, and pad inputs to "
+                "fewer shapes"
             )
 
     @property
@@ -195,10 +182,10 @@ def compile_step(
     The function computes its gradients inside, by ``torch.autograd.grad`` or ``backward()``, and
     may update parameters, by hand or by an optimizer's ``step()``. Nothing is saved at a boundary
     between forward and backward; values are kept or computed again wherever it pays, and updates
-    run as early as that lowers the peak. The function runs in Python once for each graph: what its
-    code reads (numbers, functions, classes, attributes of objects, hooks of modules) is part of the
-    graph and its key. A graph whose run changed something in Python (a counter, a scheduler,
-    ``random``) is not run again. ::
+    run as early as that lowers the peak. What its code reads (numbers, functions, classes,
+    attributes of objects, hooks of modules) is part of the graph and its key. For each graph the
+    function runs in Python twice, the second time to see that it comes out the same; a graph whose
+    run changed something in Python (a counter, a scheduler, ``random``) is not run again. ::
 
         @remat.compile_step(memory_budget="16GiB")
         def step(batch):
@@ -218,7 +205,8 @@ def compile_step(
     Raises:
         InvalidOption: an option is wrong, or means nothing here.
         BudgetTooSmall: (at the first call) no plan keeps the budget.
-        CaptureError: (at the first call) the step cannot be one graph.
+        CaptureError: (at the first call) the step cannot be one graph; (at the second) it came out
+            otherwise than at the first.
     """
     checked = Options.make(**{"executor": "eager", **options})
     if checked.executor == "inductor":
@@ -245,7 +233,8 @@ def compile_step(
 def _capture(
     function: Callable[..., Any], places: Places, options: Options, *, run: bool = True
 ) -> _Captured:
-    step, bound, effects = _trace(function, places, options, run=run)
+    traced = trace(function, places, options, run=run)
+    step, effects, account = traced.step, traced.effects, traced.account
     device = main_device(places.inputs)
     spec = find_device(options.device or device)
     storages = step_storages(step, spec.granularity, device.type)
@@ -256,7 +245,7 @@ def _capture(
         storages,
         model.costs(op_nodes(step, storages)),
         fixed_bytes=resident_bytes(
-            [*places.inputs, *_rate_tensors(places)], device, spec.granularity
+            [*places.inputs, *rate_tensors(places)], device, spec.granularity
         ),
         cost=f"{model.mode} on {spec.name}",
         replays_random=options.executor != "cudagraph",
@@ -279,7 +268,30 @@ def _capture(
     place = None if plan.offload is None else Place(plan.offload)
     made = emit_step(lowered, plan.solution.schedule, place)
     graph = _runner(step, made, options, places, plan) if run else made
-    return _Captured(graph, bound, plan, effects.changed, effects.flags)
+    return _Captured(graph, traced.bound, plan, effects.changed, effects.flags, account)
+
+
+def _look_again(
+    function: Callable[..., Any], places: Places, options: Options, captured: _Captured
+) -> None:
+    """Trace a step a second time: what it reads and no key tells shows by another graph.
+
+    Raises:
+        CaptureError: it came out otherwise; its graph is not run again.
+    """
+    with numbers_restored(places, only_if_it_fails=True):
+        traced = trace(function, places, options, run=True)
+        assert captured.account is not None
+        difference = traced.difference(captured.account)
+        if difference:
+            captured.changed = "something that its graph depends on and remat cannot see"
+            raise CaptureError(
+                f"the second call of the step came out otherwise than the first ({difference}), "
+                "though nothing that remat looks at has changed: the step reads something that "
+                "moves from call to call (the time, an iterator, a file, a cache). Read it outside "
+                "the step, and hand it over as an argument"
+            )
+    captured.changed, captured.account = traced.effects.changed, None
 
 
 def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:
@@ -304,131 +316,12 @@ def _runner(
     return cudagraph.whole_step(step, made, static, inputs=places.inputs)
 
 
-def _trace(
-    function: Callable[..., Any], places: Places, options: Options, *, run: bool
-) -> tuple[StepGraph, _Bound, SideEffects]:
-    bound: list[_Bound] = []
-    effects = SideEffects(places)
-    # What runs, runs here, by the kernels of this device.
-    capability = None if run else described_capability(options.device)
-    routed = contextlib.nullcontext() if capability is None else RoutedAttention(capability)
-    mode, tracks = dynamo.fake_mode(), torch.is_grad_enabled()
-    count = len(places.inputs)
-    groups = [group for group, _ in places.rates()]
-
-    def flat(*given: Any) -> list[Any]:
-        others, rates = list(given[:count]), [rate.item() for rate in given[count:]]
-        with swapped(places, others, rates) as slots, torch.set_grad_enabled(tracks), routed:
-            args, kwargs = slots.arguments()
-            with effects.around_call(others, (args, kwargs)):
-                result = function(*args, **kwargs)
-                _check_rates(groups, rates)
-                slots.refuse_new_bindings()
-                slots.refuse_dropped_state()
-                slots.refuse_other_sizes_and_hooks()
-            outputs, found = _read(slots, result)
-        bound.append(found)
-        return outputs
-
-    given = [*places.inputs, *_rate_tensors(places)]
-    fakes = [tracing.fake_like(mode, tensor) for tensor in given]
-    _TRACING.function = function
-    try:
-        with effects.watched():
-            module = tracing.trace_functional(flat, fakes, places.paths)
-    except RematError:
-        raise
-    except Exception as error:
-        if (said := explained(error)) is None:
-            raise
-        raise said from error
-    finally:
-        _TRACING.function = None
-    step = StepGraph.of(module)
-    _check_aliases(step, places)
-    effects.refuse_replayed_draws(any(ops.is_random(node) for node in step.nodes))
-    return step, bound[0], effects
-
-
-def _rate_tensors(places: Places) -> list[torch.Tensor]:
-    return [torch.tensor(rate, dtype=torch.float64) for _, rate in places.rates()]
-
-
-def _check_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
-    for group, rate in zip(groups, rates, strict=True):
-        if group["lr"] is not rate:
-            raise CaptureError(
-                "the step changes the learning rate of its optimizer: call the scheduler outside "
-                "the step; the rate is read anew in every call"
-            )
-
-
-def _read(slots: Swapped, result: Any) -> tuple[list[Any], _Bound]:
-    """The outputs of the traced function, and what each is."""
-    outputs: list[Any] = []
-    returned: list[Any] = []
-
-    def leaf(value: Any) -> tuple[str, Any]:
-        if not isinstance(value, (torch.Tensor, *SYMBOLIC)):
-            return "plain", value
-        if (known := slots.input_of(value)) is not None:
-            return "input", known
-        if (alias := slots.alias_of(value)) is not None:
-            return "alias", alias
-        for index, output in enumerate(returned):
-            if output is value:
-                return "output", index
-        returned.append(value)
-        outputs.append(value.detach() if isinstance(value, torch.Tensor) else value)
-        return "output", len(outputs) - 1
-
-    leaves, tree = pytree.tree_flatten(result)
-    for value in (*leaves, *slots.new_state().values()):
-        _refuse_hidden(value)
-    found = _Bound(
-        [leaf(value) for value in leaves],
-        tree,
-        {index: leaf(value) for index, value in slots.new_gradients().items()},
-        {entry: leaf(value) for entry, value in slots.new_state().items()},
-    )
-    return outputs, found
-
-
-def _refuse_hidden(value: Any) -> None:
-    """What a graph cannot make anew: a text with a number of the trace, tensors in an object."""
-    if isinstance(value, str) and _SYMBOL.search(value):
-        raise CaptureError(
-            f"the step returns a text with a number that was read out of a tensor, {value!r:.60}, "
-            "which is unknown while the step is traced: return the tensor, and write outside"
-        )
-    inside = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
-    if not isinstance(value, torch.Tensor) and tensors_in(inside):
-        raise CaptureError(
-            f"the step returns, or leaves in its optimizer's state, a {type(value).__name__} with "
-            "tensors in it, which cannot be filled anew: use tensors, or return tuples, lists and "
-            "dicts of them (or register the class with torch.utils._pytree)"
-        )
-
-
-def _check_aliases(step: StepGraph, places: Places) -> None:
-    """Refuse writes into an input whose memory another input shares."""
-    updated = {node.name for update in step.updates for node in (update.target,)}
-    storages = [tensor.untyped_storage()._cdata for tensor in places.inputs]
-    for node, storage in zip(step.inputs, storages, strict=False):
-        if node.name in updated and storages.count(storage) > 1:
-            index = storages.index(storage)
-            raise CaptureError(
-                f"the step writes into a tensor of shape {tuple(places.inputs[index].shape)} whose "
-                "memory another of its inputs shares; give each its own memory"
-            )
-
-
 def _run(captured: _Captured, places: Places) -> Any:
     with tracing.as_traced():
-        outputs = captured.graph(*places.inputs, *_rate_tensors(places))
+        outputs = captured.graph(*places.inputs, *rate_tensors(places))
     bound = captured.bound
 
-    def value(leaf: tuple[str, Any]) -> Any:
+    def value(leaf: Leaf) -> Any:
         kind, what = leaf
         if kind == "alias":
             return what.of(places.inputs)

@@ -7,6 +7,7 @@ checkpointing replayed in plain Python.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -21,6 +22,8 @@ from remat.solvers.segments import replay
 from remat.solvers.simulate import simulate
 from remat.solvers.structure import Structure
 
+_LOG = logging.getLogger("remat")
+_SECONDS_TO_LOAD = 3.0
 _ROUNDS = 4
 _NO_CLOCK = float("inf")
 
@@ -56,6 +59,17 @@ class Kernels:
 
 
 KERNELS = Kernels()
+
+
+def await_kernels() -> None:
+    """Wait until the search is compiled: half a minute, once for an installation.
+
+    Without it a plan can be had sooner, but the first step of a training run is no moment to be
+    refused a budget that the second would be given.
+    """
+    if not KERNELS.wait(_SECONDS_TO_LOAD):
+        _LOG.warning("remat compiles its search: once for an installation, half a minute or more")
+        KERNELS.wait(None)
 
 
 def exercise_kernels() -> None:

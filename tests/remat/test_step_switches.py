@@ -75,7 +75,7 @@ def test_a_plan_switches_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.AdamW(p, fused=True), r"_fused_adam\): make it with fused=False"),
+        (lambda p: torch.optim.AdamW(p, fused=True), r"_fused_adam\)\. Make it with fused=False"),
         (lambda p: torch.optim.Adafactor(p), r"_adafactor.py, line \d+, in .* AdamW"),
         (lambda p: torch.optim.ASGD(p), r"asgd.py, line \d+, in"),
     ],
