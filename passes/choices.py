@@ -74,6 +74,12 @@ def _module(op: Op, patterns: Iterable[str]) -> Parts | None:
     return path[: min(depths)] if depths else None
 
 
+def lies_in(layer: str, patterns: Iterable[str]) -> bool:
+    """Whether a module path lies in a module that a pattern matches."""
+    path = _parts(layer)
+    return any(len(w) <= len(path) and _matches(w, path) for w in map(_parts, patterns))
+
+
 def _matches(wanted: Parts, path: Parts) -> bool:
     return all(fnmatchcase(part, pattern) for part, pattern in zip(path, wanted, strict=False))
 

@@ -81,18 +81,29 @@ class Fusion:
     kernel: Mapping[fx.Node, int]
 
 
-def fuse(joint: JointGraph, is_library_call: Callable[[fx.Node], bool]) -> Fusion:
+def fuse(
+    joint: JointGraph,
+    is_library_call: Callable[[fx.Node], bool],
+    is_kept: Callable[[fx.Node], bool] = lambda _: False,
+) -> Fusion:
     """Tell how a compiler fuses the ops of ``joint``.
 
     Args:
         is_library_call: whether an op has no generated code (see ``torch_private.lowerings``).
+        is_kept: whether an op of forward is to be stored, if backward reads it.
     """
-    return _Fuser(joint, is_library_call).run()
+    return _Fuser(joint, is_library_call, is_kept).run()
 
 
 class _Fuser:
-    def __init__(self, joint: JointGraph, is_library_call: Callable[[fx.Node], bool]) -> None:
+    def __init__(
+        self,
+        joint: JointGraph,
+        is_library_call: Callable[[fx.Node], bool],
+        is_kept: Callable[[fx.Node], bool],
+    ) -> None:
         self.joint = joint
+        self.is_kept = is_kept
         self.storages = Storages.of(joint)
         self.kinds = {
             node: _kind(node, is_library_call)
@@ -161,6 +172,8 @@ class _Fuser:
         if any(self.kinds.get(reader) == "library" for reader in readers):
             return False
         forward = sum(self.joint.phases[reader] == "forward" for reader in readers)
+        if forward < len(readers) and self.joint.phases[node] != "backward" and self.is_kept(node):
+            return False
         shared = max(forward, len(readers) - forward) > 1
         reads, operations = len(self.reads[node]), len(self.operations[node])
         device = next((tensor.device.type for tensor in tensors_of(node)), "cpu")

@@ -87,8 +87,14 @@ class JointGraph:
     def phases(self) -> dict[fx.Node, Phase]:
         """For every node: forward, deferred or backward (see :class:`remat.solvers.problem.Op`)."""
         backward = set(self.tangents)
+        differentiated = private.traced_in_backward(self.nodes)
+        moving = backward | self.written_in_backward
         for node in self.nodes:
-            if any(source in backward for source in node.all_input_nodes):
+            # A backward of the caller's (autograd.Function) may draw, or count, by itself.
+            reads = moving if node in differentiated else backward
+            acts = node in differentiated and _stays_in_its_phase(node)
+            if acts or any(source in reads for source in node.all_input_nodes):
+                moving.add(node)
                 backward.add(node)
         forward = self._needed_by_forward(backward)
         return {
@@ -97,11 +103,13 @@ class JointGraph:
         }
 
     def _needed_by_forward(self, backward: set[fx.Node]) -> set[fx.Node]:
-        # Effects and draws of random numbers happen in forward even if only backward reads them:
-        # a draw moved behind the caller's own draws would change both. Nobody knows what an unknown
-        # op does.
+        # Effects and draws of random numbers of forward happen there even if only backward reads
+        # them: a draw moved behind the caller's own draws would change both. Nobody knows what an
+        # unknown op does.
         pending = [node for node in self.forward_outputs if isinstance(node, fx.Node)]
-        pending += [node for node in self.nodes if node not in backward and _stays_in_forward(node)]
+        pending += [
+            node for node in self.nodes if node not in backward and _stays_in_its_phase(node)
+        ]
         needed: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -109,6 +117,13 @@ class JointGraph:
                 needed.add(node)
                 pending.extend(node.all_input_nodes)
         return needed | {node for node in self.nodes if node.op in ("placeholder", "get_attr")}
+
+    @cached_property
+    def written_in_backward(self) -> frozenset[fx.Node]:
+        """Primals that a backward of the caller's writes into, and reads anew in every run."""
+        written = private.traced_in_backward(self.nodes)
+        targets = (arg for node in written for arg in ops.mutated_args(node))
+        return frozenset(node for node in targets if node.op == "placeholder")
 
     @cached_property
     def mutated_primals(self) -> frozenset[fx.Node]:
@@ -150,7 +165,7 @@ class JointGraph:
         return tuple(lines)
 
 
-def _stays_in_forward(node: fx.Node) -> bool:
+def _stays_in_its_phase(node: fx.Node) -> bool:
     if node.op != "call_function" or is_getitem(node):
         return False
     return ops.has_effect(node) or ops.is_random(node) or not ops.is_known(node)

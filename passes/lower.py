@@ -80,6 +80,7 @@ def lower(
     name: str = "",
     cost: str = "",
     replays_random: bool = True,
+    same_kernels: bool = True,
 ) -> Lowered:
     """Make the problem of one joint graph.
 
@@ -88,8 +89,10 @@ def lower(
         fixed_bytes: resident bytes, alive whatever the plan.
         name, cost: texts for people.
         replays_random: whether the executor can run a random op again from its generator's state.
+        same_kernels: whether what is computed again has the same bits. If not, what makes integers
+            out of floats is kept.
     """
-    builder = _Builder(joint, storages, costs, replays_random)
+    builder = _Builder(joint, storages, costs, replays_random, same_kernels)
     builder.add_values()
     for node in op_nodes(joint, storages):
         builder.add_node(node)
@@ -113,6 +116,7 @@ class _Builder:
     storages: Storages
     costs: Mapping[fx.Node, OpCost]
     replays_random: bool = True
+    same_kernels: bool = True
     values: list[Value] = field(default_factory=list)
     rows: list[Op] = field(default_factory=list)
     ops: list[LoweredOp] = field(default_factory=list)
@@ -126,7 +130,7 @@ class _Builder:
         self.layer_of = layers.layers(self.joint.nodes)
         self.mutated_storages = {
             self.storages.created[primal][0]: primal
-            for primal in self.joint.mutated_primals
+            for primal in self.joint.mutated_primals - self.joint.written_in_backward
             if self.storages.created[primal]
         }
         self.written_in_place = {
@@ -192,6 +196,8 @@ class _Builder:
         phase = self.joint.phases[node]
         reads = self._reads(node)
         why = ops.why_never_again(node)
+        if why is None and not self.same_kernels and ops.decides(node):
+            why = f"{node.target} decides, and might decide otherwise on values computed again"
         rerunnable = phase != "backward" and why is None and SNAPSHOT not in node.meta
         if ops.is_random(node) and not self.replays_random:
             rerunnable = False

@@ -154,6 +154,26 @@ def why_never_again(node: fx.Node) -> str | None:
     return None
 
 
+def decides(node: fx.Node) -> bool:
+    """Whether the op makes integers out of floats: a rounding more or less, and it chooses another
+    (``topk``, ``argmax``, ``sort``, ``bucketize``, a cast).
+
+    Not pooling: where two are as good as equal, either may have the gradient.
+    """
+    read = [tensor for source in node.all_input_nodes for tensor in _tensors(source)]
+    made = _tensors(node)
+    integers = any(not _is_float(t) and t.dtype != torch.bool for t in made)
+    return integers and any(map(_is_float, read)) and "pool" not in _name(node.target)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [item for item in parts_of(node.meta.get("val")) if isinstance(item, torch.Tensor)]
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_known(node: fx.Node) -> bool:
     """Whether remat knows what the op does: all but custom operators and unknown Python calls."""
     op = overload(node)

@@ -18,7 +18,7 @@ from torch import fx
 from remat.passes import offload, ops, runtime
 from remat.passes.joint import is_getitem
 from remat.passes.lower import Lowered, LoweredOp, device_of
-from remat.passes.mutation import SNAPSHOT
+from remat.passes.mutation import SNAPSHOT, copied
 from remat.passes.offload import Place
 from remat.passes.torch_private import partition as private
 from remat.solvers.errors import RematError
@@ -246,7 +246,7 @@ class _Forward(Emitter):
             return
         if what.kind == "snapshot":
             source = self.instances[what.node]
-            made = self.graph.call_function(torch.ops.aten.clone.default, (source,))
+            made = copied(self.graph, source, what.node.meta["val"])[1]
         else:
             made = self.graph.call_function(runtime.random_state, (device_of(what.node),))
         made.meta["val"] = _saved_fake(what.node, what.kind)

@@ -22,6 +22,7 @@ from remat.passes.storages import main_device
 from remat.passes.tiers import hold
 from remat.passes.torch_private import dynamo
 from remat.passes.torch_private.double_backward import on_double_backward
+from remat.passes.torch_private.written_outputs import WrittenOutputs
 from remat.plan_log import log_plan
 from remat.plans import Plan, Unplanned
 from remat.solvers.errors import CaptureError, RematError
@@ -150,11 +151,15 @@ def _refuse_partition(*_: Any, **__: Any) -> Any:
 
 
 def _first_order(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, refusing a second backward in words before torch does in the engine's."""
+    """The same, refusing a second backward in words before torch does in the engine's, and one that
+    would read what was written into outputs in between.
+    """
+    written = WrittenOutputs()
 
     def call(*inputs: Any) -> Any:
         outputs = run(*inputs)
         if torch.is_grad_enabled():
+            written.watch(outputs)
             on_double_backward(outputs, _refuse_double_backward)
         return outputs
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from remat.compilation import CompiledGraph, compile_graph
+from remat.measurement import resident_tensors
 from remat.partitioner import Ledger
 from remat.passes.storages import main_device
 from remat.passes.torch_private import autograd
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 OUTSIDE: Final = "outside the graph:"
 """How the note begins that says what code outside a graph adds to its step."""
+
+_MOST_REPEATABLE: Final = 64
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class GraphRunner:
         self._variants: list[_Variant] = []
         self._said = False
         self._forwards: list[weakref.ref[Any]] = []
+        self._repeatable: dict[tuple[Any, ...], CompiledGraph] = {}
         self.calls = 0
         first = self._compile_least(inputs) if several else self._compile(inputs)
         self._plan: Plan | Unplanned = first.plan
@@ -195,6 +199,21 @@ class GraphRunner:
         )
         self._said = True
 
+    def may_be_repeated(self, made: CompiledGraph, inputs: Sequence[Any]) -> None:
+        """Remember what a call runs with, where hooks pack what it saves.
+
+        A checkpoint's hooks drop it, and run the call again in backward: what is saved then must be
+        what was saved first.
+        """
+        if autograd.packs_saved_tensors():
+            self._repeatable[_addresses(inputs)] = made
+            while len(self._repeatable) > _MOST_REPEATABLE:
+                del self._repeatable[next(iter(self._repeatable))]
+
+    def repeated(self, inputs: Sequence[Any]) -> CompiledGraph | None:
+        """What a call with these inputs ran with, if it may be repeated."""
+        return self._repeatable.get(_addresses(inputs))
+
     def watch(self, result: Any) -> None:
         """Remember that a call, which returned ``result``, waits for its backward."""
         node = autograd.backward_node(result)
@@ -271,9 +290,20 @@ def moving_bytes(tensors: Iterable[torch.Tensor], optimizer: Any) -> int:
     for item in tensors:
         if item.requires_grad and item.is_leaf:
             gradient = item.grad
-            total += 0 if gradient is None else gradient.untyped_storage().nbytes()
+            total += 0 if gradient is None else _bytes(gradient)
     for state in optimizer.state.values() if optimizer is not None else ():
         for item in state.values():
             if isinstance(item, torch.Tensor):
-                total += item.untyped_storage().nbytes()
+                total += _bytes(item)
     return total
+
+
+def _addresses(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
+    return tuple((t.untyped_storage()._cdata, t.shape, t.requires_grad) for t in tensors)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout == torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return sum(part.untyped_storage().nbytes() for part in resident_tensors(tensor))

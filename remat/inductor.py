@@ -79,8 +79,8 @@ class _Compiler:
             options.memory_budget is None and options.plan is None and options.solver == "auto"
         )
         self.key = self._key()
-        # What is free at the moment says nothing about the next process.
-        self.store = None if options.budget.kind == "auto" else PlanStore()
+        # What a device has, or has free, says nothing about that of the next process.
+        self.store = None if options.budget.needs_device else PlanStore()
 
     def compile(self) -> InductorStep:
         known = self.store.load(self.key) if self.store is not None else None

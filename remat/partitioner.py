@@ -218,7 +218,7 @@ def _lower(
     model = CostModel(spec, mode, run=ledger.device_exists)
     given = (joint, joint_inputs, spec, device, model, ledger.total, torch_options)
     if options.executor == "inductor":
-        return lower_for_inductor(*given, donated=ledger.donates)
+        return lower_for_inductor(*given, donated=ledger.donates, keep=options.keep)
     return lower_for_eager(*given, replays_random=options.executor != "cudagraph")
 
 

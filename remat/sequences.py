@@ -252,9 +252,9 @@ class Sequences:
         tensors = list(tensors)
         self._remember_leaves(tensors)
         granularity = 512 if self._device.type == "cuda" else 1
-        gradients = [tensor.grad for tensor in tensors if tensor.is_leaf]
-        for tensor in (*tensors, *gradients):
-            if tensor is not None and tensor.device.type == self._device.type:
+        gradients = [leaf.grad for leaf in tensors if leaf.is_leaf and leaf.grad is not None]
+        for tensor in (*tensors, *resident_tensors(gradients)):  # some are sparse
+            if tensor.device.type == self._device.type:
                 storage = tensor.untyped_storage()
                 size = -(-storage.nbytes() // granularity) * granularity
                 step.sizes.setdefault(storage._cdata, size)

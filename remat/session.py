@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat.beyond import Beyond
 from remat.compilation import CompiledGraph, trains
 from remat.graphs import GraphRunner
 from remat.inductor import TIGHTENED
 from remat.measurement import given_tensors, resident_bytes
 from remat.options import Options
 from remat.passes.choices import is_known, unknown_pattern
-from remat.passes.torch_private import dynamo
+from remat.passes.torch_private import autograd, dynamo
 from remat.plans import Plan, Unplanned
 from remat.sequences import Sequences
 from remat.solvers.errors import BudgetTooSmall, CaptureError
@@ -54,6 +55,7 @@ class Session:
         self._given: list[torch.Tensor] = []
         self._graphs: list[GraphRunner] = []
         self._sequences = Sequences(options, owner, self.say)
+        self._beyond = Beyond(self.say)
         self._breaks: Counter[str] | None = None
 
     @property
@@ -151,15 +153,24 @@ class Session:
         """Compiling is no part of a step whose bytes are watched."""
         step = self._sequences.step
         watched = step is not None and step.interrupt()
-        yield
-        if watched and step is not None:
-            step.resume()
+        try:
+            yield
+        finally:
+            if watched and step is not None:
+                step.resume()
 
     def run(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
         """Run a graph with the plan that its place in the step asks for."""
         self.calls += 1
-        grad = torch.is_grad_enabled()
-        if isinstance(runner.plan, Unplanned) or not self._has_budget or not grad:
+        if isinstance(runner.plan, Unplanned):
+            return self._run_alone(runner, inputs)
+        with dynamo.turns():  # a plan for other resident bytes is compiled here
+            return self._run_planned(runner, inputs)
+
+    def _run_planned(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
+        if autograd.runs_backward() and (made := runner.repeated(inputs)) is not None:
+            return made.run(*inputs)  # a checkpoint around the model runs its forward again
+        if not self._has_budget or not torch.is_grad_enabled():
             return self._run_alone(runner, inputs)
         returned = False
         try:
@@ -183,8 +194,10 @@ class Session:
         assert step is not None
         assert isinstance(made.plan, Plan)
         call = step.enter(runner, made.plan)
+        runner.may_be_repeated(made, inputs)
         result = made.run(*inputs)
         step.leave(call, result)
+        self._beyond.watch(result, made.plan)
         self._sequences.returned(result)
         return result
 
@@ -209,8 +222,10 @@ class Session:
         if isinstance(made.plan, Unplanned) or made.plan.memory_budget is None:
             return made.run(*inputs)
         runner.count_waiting(made.plan, made.plan.memory_budget)
+        runner.may_be_repeated(made, inputs)
         result = made.run(*inputs)
         runner.watch(result)
+        self._beyond.watch(result, made.plan)
         return result
 
     def say(self, unplanned: Unplanned) -> None:

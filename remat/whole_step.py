@@ -23,7 +23,7 @@ from remat.compilation import holding_tier
 from remat.cost.device import find_device
 from remat.cost.model import CostModel
 from remat.executors import cudagraph
-from remat.lowering import planned_for
+from remat.lowering import has_exact_kernels, planned_for
 from remat.measurement import resident_bytes
 from remat.options import Options
 from remat.partitioner import make_plan
@@ -249,6 +249,7 @@ def _capture(
         ),
         cost=f"{model.mode} on {spec.name}",
         replays_random=options.executor != "cudagraph",
+        same_kernels=has_exact_kernels(device),
     )
     notes = ["a whole step in one graph: loss, gradients, updates", *lowered.kept]
     if spec.torch_device is None:

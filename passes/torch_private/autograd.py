@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
+_COMPILED: Final = "CompiledFunctionBackward"
+"""AOTAutograd's class; others are the caller's."""
+
 
 def backward_node(outputs: Any) -> object | None:
-    """The autograd node of the compiled call that made ``outputs``, or None if none is recorded."""
+    """The autograd node of the compiled call that made ``outputs``, or None if none is recorded.
+
+    The nearest: behind an output that is a view of an input lie nodes of other calls.
+    """
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    pending = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    pending = deque(t.grad_fn for t in tensors if isinstance(t, torch.Tensor))
+    seen: set[Any] = {None}
     while pending:
-        node: Any = pending.pop()
-        if isinstance(node, BackwardCFunction):
+        node: Any = pending.popleft()
+        if node in seen:
+            continue
+        if isinstance(node, BackwardCFunction) and type(node).__name__ == _COMPILED:
             return node
-        pending.extend(following for following, _ in node.next_functions if following is not None)
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
     return None
 
 
@@ -36,6 +47,11 @@ def _holds(node: Any) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def packs_saved_tensors() -> bool:
+    """Whether hooks of the caller's pack what is saved (``torch.autograd.graph``)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

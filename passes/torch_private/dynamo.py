@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import convert_frame
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.utils import counters, preserve_rng_state
@@ -74,6 +75,11 @@ def outside_compilation() -> Iterator[None]:
             yield
         finally:
             random.setstate(drawn)
+
+
+def turns() -> contextlib.AbstractContextManager[Any]:
+    """The lock under which Dynamo compiles, one thread at a time; it may be taken again."""
+    return convert_frame.compile_lock
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

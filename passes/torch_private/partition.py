@@ -36,6 +36,21 @@ _OPAQUE = tuple(
 )
 
 
+def traced_in_backward(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """The ops of a joint graph that AOTAutograd met while it differentiated.
+
+    Those of forward are marked, those of a backward that the caller wrote (autograd.Function) may
+    not be. Writes into inputs stand at the end, and say where they belong.
+    """
+    tags = [node.meta.get("partitioner_tag") for node in nodes]
+    last = max((i for i, tag in enumerate(tags) if tag == "is_forward"), default=len(nodes))
+    return frozenset(
+        node
+        for node, tag in zip(nodes[last + 1 :], tags[last + 1 :], strict=True)
+        if node.op == "call_function" and tag != "must_be_in_forward"
+    )
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether the placeholder is a gradient that arrives when backward starts."""
     return node.op == "placeholder" and "tangents" in str(node.target)

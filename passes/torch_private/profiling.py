@@ -109,9 +109,20 @@ def stop_memory_events() -> list[MemoryEvent]:
     return [event for event in stop_events() if isinstance(event, MemoryEvent)]
 
 
+def is_recording() -> bool:
+    """Whether the recording of the current thread is still the one that :func:`mark` marks."""
+    return bool(_profiler_enabled()) and _profiler_type() == ActiveProfilerType.LEGACY
+
+
 def stop_events() -> list[MemoryEvent | Mark]:
-    """End the recording of the current thread; its events and marks in the order they happened."""
+    """End the recording of the current thread; its events and marks in the order they happened.
+
+    Nothing, where somebody else's profiler has ended it.
+    """
+    recording = is_recording()
     _THREAD.owner, _THREAD.running = None, False
+    if not recording:
+        return []
     recorded: Any = _disable_profiler_legacy()  # torch's stub describes the other profiler's events
     threads = [
         [read for event in thread if (read := _read(event)) is not None] for thread in recorded

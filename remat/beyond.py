@@ -1,0 +1,60 @@
+"""What the caller keeps of a forward for longer than its plan counts with: said once, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remat.passes.torch_private import autograd
+from remat.plans import Plan, Unplanned
+from remat.solvers.units import format_bytes
+
+
+class Beyond:
+    """Watches the calls of one compiled model.
+
+    Args:
+        say: reports what no plan covers.
+    """
+
+    def __init__(self, say: Callable[[Unplanned], None]) -> None:
+        self._say = say
+        self._retained = False
+        self._packed = False
+
+    def watch(self, result: Any, plan: Plan) -> None:
+        """A call with this plan returned ``result``."""
+        budget = plan.memory_budget
+        if budget is None or plan.peak + plan.kept_bytes <= budget:
+            return
+        if not self._packed and autograd.packs_saved_tensors():
+            self._packed = True
+            self._say(
+                Unplanned(
+                    "hooks on saved tensors are active (save_on_cpu, your own, a checkpoint around "
+                    f"the model): what they keep of the {format_bytes(plan.kept_bytes)} that this "
+                    "graph saves is in no plan, and may break the budget of "
+                    f"{format_bytes(budget)}; offload= and the budget do without them"
+                )
+            )
+        node = None if self._retained else autograd.backward_node(result)
+        if node is not None:
+            runs = 0
+
+            def count(_: Sequence[Any]) -> None:
+                nonlocal runs
+                runs += 1
+                if runs == 2 and not self._retained:
+                    self._retained = True
+                    self._say(_held_on(plan.kept_bytes, budget))
+
+            autograd.before_backward(node, count)
+
+
+def _held_on(kept: int, budget: int) -> Unplanned:
+    return Unplanned(
+        "backward runs a second time through one forward (retain_graph=True), which holds what it "
+        f"saved, {format_bytes(kept)}, to the end; the budget of {format_bytes(budget)} counts on "
+        "the first backward's freeing it: add the losses up and call backward() once, or leave "
+        "that much more room"
+    )
