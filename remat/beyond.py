@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,22 +40,23 @@ class Beyond:
             )
         node = None if self._retained else autograd.backward_node(result)
         if node is not None:
-            runs = 0
+            weak = weakref.ref(node)
 
-            def count(_: Sequence[Any]) -> None:
-                nonlocal runs
-                runs += 1
-                if runs == 2 and not self._retained:
+            def begins(_: Sequence[Any]) -> None:
+                autograd.at_end_of_backward(ended)
+
+            def ended() -> None:
+                left = weak()
+                if left is not None and autograd.count_holding([left]) and not self._retained:
                     self._retained = True
                     self._say(_held_on(plan.kept_bytes, budget))
 
-            autograd.before_backward(node, count)
+            autograd.before_backward(node, begins)
 
 
 def _held_on(kept: int, budget: int) -> Unplanned:
     return Unplanned(
-        "backward runs a second time through one forward (retain_graph=True), which holds what it "
-        f"saved, {format_bytes(kept)}, to the end; the budget of {format_bytes(budget)} counts on "
-        "the first backward's freeing it: add the losses up and call backward() once, or leave "
-        "that much more room"
+        f"backward(retain_graph=True) holds what forward saved, {format_bytes(kept)}, to its end "
+        f"and beyond; the budget of {format_bytes(budget)} counts on its being freed on the way: "
+        "add losses up and call backward() once, or leave that much more room"
     )

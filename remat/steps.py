@@ -101,6 +101,7 @@ class Step:
         inputs: of the first call, where nothing is recorded.
         ended: all calls had had their backward when a backward ended.
         in_backward: a backward runs that has reached a call, and did not end yet.
+        retained: a backward that was watched did not free what forward had saved.
     """
 
     moving: int
@@ -114,6 +115,7 @@ class Step:
     inputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     ended: bool = False
     in_backward: bool = False
+    retained: bool = False
 
     @property
     def waiting(self) -> bool:
@@ -197,6 +199,8 @@ class Step:
 
     def _backward_ended(self) -> None:
         self.in_backward = False
+        # What is held on is held by the caller's wish, and by no plan.
+        self.retained |= any(call.backwards and call.waits for call in self.calls)
         if self.levels is None or not self.levels.running or self.ended:
             return
         if not any(call.waits and call.backwards == 0 for call in self.calls):
@@ -227,7 +231,7 @@ class Step:
         if self.levels is None:
             return None
         self.levels.stop()
-        if self.levels.lost:
+        if self.levels.lost or self.retained:
             return None
         skip = sum(phase.kind != "eager" for phase in self.earlier)
         planned = self._planned()
