@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +29,12 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from benchmarks import rows
 from benchmarks.cuda_check_models import SHAPES, Batch, build, relative_error, tiny
 from remat.solvers.units import format_bytes
 
 GPT2, LLAMA = "gpt2-124m", "llama-1b"
+_MODELS: Final = "benchmarks/cuda_check_models.py"
 _TIMED_SECONDS: Final = 1.0
 _SOLVE_SECONDS: Final = 3.0
 
@@ -103,9 +106,15 @@ ROWS: Final = tuple(_rows())
 
 @dataclass
 class Result:
-    """What came out; sizes in bytes. ``error`` is empty if all went well."""
+    """What came out; sizes in bytes. ``error`` is empty if all went well.
+
+    Attributes:
+        machine: device, versions and sizes of the models, see :func:`described_machine`; a row of
+            another machine is no result of this one.
+    """
 
     key: str
+    machine: str = ""
     predicted: int | None = None
     allocated: int | None = None
     reserved: int | None = None
@@ -222,10 +231,23 @@ class References:
         return relative_error(ours, self._known[row.model])
 
 
+def described_machine(device: str, small: bool) -> str:
+    """What a result depends on beside its row."""
+    name = platform.processor() or platform.machine()
+    if device != "cpu":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name} ({format_bytes(properties.total_memory)})"
+    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    size = "tiny models" if small else "full size"
+    python = platform.python_version()
+    code = rows.code_version(*rows.REMAT, "benchmarks/cuda_check.py", _MODELS)
+    return f"{name}, torch {torch.__version__}{cuda}, Python {python}, code {code}, {size}"
+
+
 def run_row(row: Row, device: str, small: bool, references: References) -> Result:
     """Compile, measure, time and compare one row; errors become part of the result."""
     start = time.perf_counter()
-    result = Result(row.key)
+    result = Result(row.key, described_machine(device, small))
     try:
         with stock_budget(row):
             prepared = prepare(row, device, small)
@@ -283,13 +305,16 @@ def _tidy(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def known_results(path: Path, retry: bool) -> dict[str, Result]:
-    """What a run before has written; the last of each key, without errors if they are retried."""
+def known_results(path: Path, retry: bool, machine: str) -> dict[str, Result]:
+    """What a run before has written on this machine; the last of each key, without errors if they
+    are retried.
+    """
     found: dict[str, Result] = {}
     if path.exists():
         for line in path.read_text().splitlines():
             result = Result(**json.loads(line))
-            found[result.key] = result
+            if result.machine == machine:
+                found[result.key] = result
     return {key: result for key, result in found.items() if not (retry and result.error)}
 
 
@@ -337,20 +362,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / "cuda_check.jsonl"
-    known = known_results(path, asked.retry)
+    machine = described_machine(asked.device, asked.tiny)
+    print(f"{machine}; rows go to {path}", flush=True)
+    known = known_results(path, asked.retry, machine)
     references = References(asked.device, asked.tiny)
-    for row in ROWS:
-        passes = asked.only in row.key and not (asked.device == "cpu" and row.needs_cuda)
-        if row.key in known or not passes:
+    wanted = [row for row in ROWS if asked.only in row.key]
+    if not wanted:
+        parser.error(f"--only {asked.only!r} means no row; --help names them")
+    print("\n".join(table([]).splitlines()), flush=True)
+    late: list[str] = []
+    for row in wanted:
+        if row.key in known or (asked.device == "cpu" and row.needs_cuda):
             continue
         if time.perf_counter() - start + row.seconds > asked.seconds:
+            late.append(row.key)
             continue
         known[row.key] = run_row(row, asked.device, asked.tiny, references)
         with path.open("a") as file:
             file.write(json.dumps(asdict(known[row.key])) + "\n")
         print(table([known[row.key]]).splitlines()[-1], flush=True)
         _tidy(asked.device)
-    print(table([known[row.key] for row in ROWS if row.key in known]))
+    print(f"\nall rows of this machine:\n{table([known[r.key] for r in ROWS if r.key in known])}")
+    if late:
+        print(f"no time was left for {len(late)} rows, run again: {', '.join(late)}")
     return 0
 
 

@@ -6,6 +6,7 @@ without either (adds of gradients, loss code) inherit from the node that reads t
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -13,6 +14,8 @@ from torch import fx
 
 _SUBSCRIPT = re.compile(r"""\[(?:'([^']*)'|"([^"]*)"|([^\]]*))\]""")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_CALLERS_OF_THE_MODEL = {os.path.join(_PACKAGE, name) for name in ("capture.py", "step_trace.py")}
 _CELL = re.compile(r"^(?:\w+\.)*__closure__\.\d+\.cell_contents(?:\.|$)")
 _PREFIXES = ("L.self.", "L.fn.", "L.model.", "L.", "self.", "G.")
 
@@ -30,7 +33,8 @@ def layers(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
 
 def source_line(node: fx.Node) -> str:
     """``"file.py:12 in forward"`` of the innermost frame that made the node, or ``""``."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in found if frame[0] not in _CALLERS_OF_THE_MODEL]
     if not frames:
         return ""
     path, line, function = frames[-1]

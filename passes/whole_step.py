@@ -11,6 +11,7 @@ storage it came from.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -134,6 +135,12 @@ class StepGraph(JointGraph):
     def mutated_primals(self) -> frozenset[fx.Node]:
         """None: updates are placed where no reader of the old content is left."""
         return frozenset()
+
+    @property
+    def backwards(self) -> int:
+        """How many backward passes were traced, one after another."""
+        spans = [node.meta.get(SPAN) for node in self.nodes if node.op == "call_function"]
+        return sum(key == "backward" for key, _ in itertools.groupby(spans))
 
     @cached_property
     def tail(self) -> frozenset[fx.Node]:

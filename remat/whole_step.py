@@ -252,6 +252,12 @@ def _capture(
         same_kernels=has_exact_kernels(device),
     )
     notes = ["a whole step in one graph: loss, gradients, updates", *lowered.kept]
+    if step.backwards > 1:
+        notes.append(
+            f"{step.backwards} backward passes in one step: only what is computed before the first "
+            "is computed again for them; what later forwards save is kept. To save memory there, "
+            "take one micro-batch a step, or remat.compile the loss"
+        )
     if spec.torch_device is None:
         notes.append(planned_for(spec, device, lowered.problem))
     if options.executor == "cudagraph":

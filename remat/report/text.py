@@ -291,7 +291,7 @@ def _what_would_help(problem: Problem, least: int, memory_budget: int) -> str:
         )
     return (
         f"What would help: memory_budget={least} (or 0.0, the least there is); a smaller batch, "
-        "with gradients accumulated over several; shorter sequences or smaller images"
+        "with gradients accumulated over several calls; shorter sequences or smaller images"
         f"{_offloading(problem, memory_budget)}."
     )
 

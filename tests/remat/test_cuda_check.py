@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import cuda_check
-from benchmarks.cuda_check import LLAMA, ROWS, Result, main, table
+from benchmarks.cuda_check import LLAMA, ROWS, Result, Row, main, table
 from benchmarks.cuda_check_models import build, relative_error
 
 
@@ -25,13 +25,31 @@ def test_a_row_is_run_once_and_found_again(
     assert "| gpt2-124m plain |" in capsys.readouterr().out
     monkeypatch.setattr(cuda_check, "run_row", lambda *_: pytest.fail("it is known already"))
     assert main(arguments) == 0
+    assert "torch" in found["machine"]
+    assert "tiny models" in found["machine"]
+
+    def another(row: Row, *_: object) -> Result:
+        return Result(row.key, "another")
+
+    monkeypatch.setattr(cuda_check, "run_row", another)
+    monkeypatch.setattr(cuda_check, "described_machine", lambda *_: "another")
+    assert main(arguments) == 0  # a row of another machine, or of tiny models, is none of this one
+    lines = (tmp_path / "cuda_check.jsonl").read_text().splitlines()
+    assert [json.loads(line)["machine"] == "another" for line in lines] == [False, True]
+
+
+def test_a_row_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "gpt2 plain"])
+    assert "'gpt2 plain' means no row" in capsys.readouterr().err
 
 
 def test_no_row_is_begun_that_may_not_end_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cuda_check, "run_row", lambda *_: pytest.fail("there is no time for it"))
     assert main(["--device", "cpu", "--tiny", "--out", str(tmp_path), "--seconds", "10"]) == 0
+    assert "no time was left for" in capsys.readouterr().out
 
 
 def test_a_row_that_fails_does_not_end_the_table(
