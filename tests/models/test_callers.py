@@ -1,18 +1,23 @@
-"""Backwards that the caller wrote (``autograd.Function``): what they draw and count is theirs."""
+"""What callers put around and inside of a step: backwards of their own, checkpoints, NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import remat
 
 # What torch itself says while it traces autograd.Function.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 PLANS = pytest.mark.parametrize("memory_budget", [None, 0.5, 0.0])
 OPTIONS: dict[str, Any] = {
@@ -100,3 +105,57 @@ def test_a_backward_counts_whenever_it_runs(memory_budget: float | None) -> None
         return remat.compile(net, memory_budget=memory_budget, **OPTIONS)
 
     torch.testing.assert_close(trained(prepare, act), trained(lambda n: n, act), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("memory_budget", [1.0, 0.5, 0.0, "200KiB"])
+def test_a_checkpoint_around_blocks_runs_the_same_plan_again(memory_budget: float | str) -> None:
+    """Forward and its repetition must save the same, whatever is known of the step by then."""
+
+    def gradients(planned: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)]
+        runs: list[Any] = list(blocks)
+        if planned:
+            runs = [remat.compile(b, memory_budget=memory_budget, **OPTIONS) for b in blocks]
+        found = []
+        for step in range(3):
+            x = torch.randn(64, 16).requires_grad_()
+            y = x
+            for run in runs:
+                y = checkpoint(run, torch.sin(y), use_reentrant=False)
+            y.square().sum().backward()
+            found.append(x.grad)
+            found += [p.grad.clone() for block in blocks for p in block.parameters()]
+            assert len(found) == (step + 1) * (1 + 3 * 4)
+        return found
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)
+
+
+class Mixed(nn.Module):
+    """Mixes its batch by a number of NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = torch.as_tensor(np.random.rand(1)).float()
+        return self.layers(x * share + x.flip(0) * (1 - share))
+
+
+def test_numpy_inside_a_graph_draws_as_stock_does() -> None:
+    def gradient(prepare: Callable[[nn.Module], Any]) -> Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        np.random.seed(0)
+        net = Mixed()
+        prepare(net)(torch.randn(8, 16)).sum().backward()
+        return net.layers[0].weight.grad
+
+    stock = gradient(lambda net: torch.compile(net, backend="aot_eager", dynamic=False))
+    for memory_budget in (None, 0.0):
+        ours = gradient(lambda net, b=memory_budget: remat.compile(net, memory_budget=b, **OPTIONS))
+        assert torch.equal(ours, stock)
+    assert not torch.equal(stock, gradient(lambda net: net))
