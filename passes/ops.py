@@ -30,6 +30,14 @@ CALLS_ITS_BODIES: Final = frozenset(
 
 _TRITON_IN_PLACE: Final = "triton_kernel_wrapper_mutation"
 
+_DECISIONS: Final = frozenset(
+    {
+        "argmax", "argmin", "argsort", "bucketize", "cummax", "cummin", "kthvalue", "max", "median",
+        "min", "mode", "msort", "nanmedian", "searchsorted", "sort", "topk", "_unique2",
+    }
+)  # fmt: skip
+_CASTS: Final = frozenset({"_to_copy", "convert_element_type"})
+
 _DROPOUT_ARGUMENT: Final = {
     # Tagged as random whatever their dropout probability; at zero they draw nothing.
     "_scaled_dot_product_flash_attention": ("dropout_p", 3, 0.0),
@@ -155,23 +163,20 @@ def why_never_again(node: fx.Node) -> str | None:
 
 
 def decides(node: fx.Node) -> bool:
-    """Whether the op makes integers out of floats: a rounding more or less, and it chooses another
-    (``topk``, ``argmax``, ``sort``, ``bucketize``, a cast).
+    """Whether a rounding more or less makes the op choose another: an order, a place, an integer.
 
     Not pooling: where two are as good as equal, either may have the gradient.
     """
-    read = [tensor for source in node.all_input_nodes for tensor in _tensors(source)]
-    made = _tensors(node)
-    integers = any(not _is_float(t) and t.dtype != torch.bool for t in made)
-    return integers and any(map(_is_float, read)) and "pool" not in _name(node.target)
+    namespace, _, name = schema_name(node).partition("::")
+    if name in _CASTS:
+        read = [part for source in node.all_input_nodes for part in parts_of(source.meta["val"])]
+        return any(map(_is_float, read)) and not _is_float(node.meta["val"])
+    return namespace in KNOWN_NAMESPACES and name in _DECISIONS
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [item for item in parts_of(node.meta.get("val")) if isinstance(item, torch.Tensor)]
-
-
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_float(part: object) -> bool:
+    floats = isinstance(part, torch.Tensor) and part.is_floating_point()
+    return floats or (isinstance(part, torch.Tensor) and part.is_complex())
 
 
 def is_known(node: fx.Node) -> bool:

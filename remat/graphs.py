@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OUTSIDE: Final = "outside the graph:"
 """How the note begins that says what code outside a graph adds to its step."""
 
-_MOST_REPEATABLE: Final = 64
+_MOST_REPEATABLE: Final = 256
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GraphRunner:
         self._variants: list[_Variant] = []
         self._said = False
         self._forwards: list[weakref.ref[Any]] = []
-        self._repeatable: dict[tuple[Any, ...], CompiledGraph] = {}
+        self._repeatable: list[tuple[tuple[Any, ...], tuple[Any, ...], CompiledGraph]] = []
         self.calls = 0
         first = self._compile_least(inputs) if several else self._compile(inputs)
         self._plan: Plan | Unplanned = first.plan
@@ -206,13 +206,21 @@ class GraphRunner:
         what was saved first.
         """
         if autograd.packs_saved_tensors():
-            self._repeatable[_addresses(inputs)] = made
-            while len(self._repeatable) > _MOST_REPEATABLE:
-                del self._repeatable[next(iter(self._repeatable))]
+            self._repeatable.append((_addresses(inputs), _shapes(inputs), made))
+            del self._repeatable[:-_MOST_REPEATABLE]
 
     def repeated(self, inputs: Sequence[Any]) -> CompiledGraph | None:
-        """What a call with these inputs ran with, if it may be repeated."""
-        return self._repeatable.get(_addresses(inputs))
+        """What a call with these inputs ran with; None if it ran under no hooks.
+
+        Where its inputs were computed inside the checkpoint, they are others now: checkpoints run
+        again from the last to the first.
+        """
+        addresses, shapes = _addresses(inputs), _shapes(inputs)
+        calls = list(enumerate(self._repeatable))[::-1]
+        same = [at for at, (where, _, _) in calls if where == addresses]
+        alike = [at for at, (_, form, _) in calls if form == shapes]
+        at = next(iter((*same, *alike)), None)
+        return None if at is None else self._repeatable.pop(at)[2]
 
     def watch(self, result: Any) -> None:
         """Remember that a call, which returned ``result``, waits for its backward."""
@@ -300,7 +308,12 @@ def moving_bytes(tensors: Iterable[torch.Tensor], optimizer: Any) -> int:
 
 def _addresses(inputs: Sequence[Any]) -> tuple[Any, ...]:
     tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-    return tuple((t.untyped_storage()._cdata, t.shape, t.requires_grad) for t in tensors)
+    return tuple((t.untyped_storage()._cdata, t.storage_offset()) for t in tensors)
+
+
+def _shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
+    return tuple((t.shape, t.stride(), t.requires_grad) for t in tensors)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

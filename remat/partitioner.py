@@ -110,6 +110,7 @@ def partition(
         private.merge_common(module)
     joint = JointGraph.make(module, num_fwd_outputs)
     verify_joint(joint, "inline_regions" if regions else "capture")
+    private.check_marked(joint.nodes, joint.output)
     graph_hash = joint.hash
     joint = pin_mutated_reads(joint)
     verify_joint(joint, "pin_mutated_reads")

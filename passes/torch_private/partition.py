@@ -20,6 +20,8 @@ from torch._functorch.partitioners import (
 from torch._guards import TracingContext, detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
+from remat.solvers.errors import CaptureError
+
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 """Calls a region that torch compiles once (``torch.compiler.nested_compile_region``)."""
 
@@ -49,6 +51,24 @@ def traced_in_backward(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
         for node, tag in zip(nodes[last + 1 :], tags[last + 1 :], strict=True)
         if node.op == "call_function" and tag != "must_be_in_forward"
     )
+
+
+def check_marked(nodes: Sequence[fx.Node], output: fx.Node) -> None:
+    """Refuse a joint graph that does not say what was traced in forward, and what outputs are.
+
+    Raises:
+        CaptureError: without either, writes into inputs and effects would be put in the wrong half.
+    """
+    if not any(node.meta.get("partitioner_tag") == "is_forward" for node in nodes):
+        raise CaptureError(
+            "the joint graph does not mark what was traced in forward (partitioner_tag), as "
+            "AOTAutograd of torch 2.11 to 2.14 does: hand over the graph it made, as it was made"
+        )
+    if not output.meta.get("desc"):
+        raise CaptureError(
+            "the joint graph does not describe its outputs (meta['desc']), as AOTAutograd of torch "
+            "2.11 to 2.14 does: hand over the graph it made, as it was made"
+        )
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -207,3 +207,16 @@ def joint_of(body: Callable[..., object]) -> JointGraph:
         with FakeTensorMode():
             valued.meta["val"] = torch.empty(2)
     return JointGraph.make(fx.GraphModule(node.graph.owning_module, node.graph), 1)
+
+
+def test_decisions_are_told_from_what_is_only_an_integer() -> None:
+    def graph(x: torch.Tensor) -> torch.Tensor:
+        place = x.max(dim=1)[1] + x.argmax(dim=1) + x.long().sum(1) + (x > 0).long().sum(1)
+        return torch.nn.functional.max_pool1d(x, 2).sum(1) + place
+
+    made = make_fx(graph)(torch.randn(4, 8))
+    found = {node.target for node in made.graph.nodes if ops.decides(node)}
+    aten = torch.ops.aten
+    assert found == {aten.max.dim, aten.argmax.default, aten._to_copy.default}
+    casts = [node for node in made.graph.nodes if node.target is aten._to_copy.default]
+    assert [ops.decides(node) for node in casts] == [True, False]  # of floats; of a comparison
