@@ -59,7 +59,9 @@ def trace_functional(
         paths: the path of every module that may be called, for ``nn_module_stack``.
     """
     marker = _Marker(paths)
-    with preserve_node_meta(), enable_python_dispatcher(), marker.hooks():
+    # On a device backward would run in a thread of the engine's, and be nobody's that is watched.
+    here = torch.autograd.set_multithreading_enabled(False)
+    with here, preserve_node_meta(), enable_python_dispatcher(), marker.hooks():
         traced = make_fx(
             marker.watched(function),
             tracing_mode="fake",
@@ -80,6 +82,18 @@ def trace_functional(
             _error_on_data_dependent_ops=False,
         )(*plain)
     return functional
+
+
+@contextlib.contextmanager
+def _autocast_cache() -> Iterator[None]:
+    """As outside of a trace: a weight that is used twice is cast once."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +134,7 @@ class _Marker(TorchFunctionMode):
             engine = torch.autograd._engine_run_backward
             torch.autograd._engine_run_backward = self._backward_by(engine)
             try:
-                with self:
+                with self, _autocast_cache():
                     result = function(*args)
             finally:
                 torch.autograd._engine_run_backward = engine

@@ -173,7 +173,14 @@ class _Pair:
         slot.spent = True
         del saved
         given, inputs[:] = list(inputs), []
-        return slot.backward(given, slot.forward.loans)
+        ran = False
+        try:
+            outputs = slot.backward(given, slot.forward.loans)
+            ran = True
+        finally:
+            if not ran and slot.backward.recording is None:
+                self._slots.renew(slot)
+        return outputs
 
     def returned(self, outputs: Any) -> None:
         """Remember that what forward saved waits for its backward."""

@@ -262,6 +262,12 @@ class Slots:
         self._slots.append(Slot(self._make(pool), pool))
         return self._slots[-1]
 
+    def renew(self, slot: Slot) -> None:
+        """Forget what was recorded in it: a recording has failed, and what it owned is gone."""
+        index, pool = self._slots.index(slot), self._recorder.new_pool()
+        self._slots[index] = Slot(self._make(pool), pool)
+        self._waiting.pop(index, None)
+
     def __len__(self) -> int:
         return len(self._slots)
 

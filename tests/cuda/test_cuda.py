@@ -18,6 +18,9 @@ from remat.solvers.errors import CaptureError, RematError
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True"),
+    # What deterministic mode says of cuBLAS, and of ops that have no such kernel.
+    pytest.mark.filterwarnings("ignore:.*CUBLAS_WORKSPACE_CONFIG"),
+    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
 ]
 MIB = 1 << 20
 

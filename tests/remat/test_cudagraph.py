@@ -200,6 +200,38 @@ def test_a_second_backward_is_refused(recorder: FakeRecorder) -> None:
     run(x).backward()
 
 
+def test_a_recording_that_failed_is_forgotten(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its forward has lent went with it: the pool is not used again."""
+    net = Net()
+    twin = copy.deepcopy(net)
+    run = compiled(net, memory_budget=0.5)
+    record, fails = recorder.record, [False, True]
+
+    def failing(function: Callable[[], Any], pool: Any) -> Any:
+        if fails and fails.pop(0):
+            raise RematError("recording a CUDA graph failed")
+        return record(function, pool)
+
+    monkeypatch.setattr(recorder, "record", failing)
+    x = torch.randn(32, 16)
+    for net_, call in ((net, run), (twin, twin)):
+        call(x).backward()
+        loss = call(x)
+        if net_ is net:
+            with pytest.raises(RematError, match="recording a CUDA graph failed"):
+                loss.backward()
+    for _ in range(3):
+        net.zero_grad()
+        twin.zero_grad()
+        run(x).backward()
+        twin(x).backward()
+        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    assert recorder.recorded_in == [1, 2, 2]
+
+
 def test_a_whole_step_is_recorded(recorder: FakeRecorder) -> None:
     net = Net()
     twin = copy.deepcopy(net)

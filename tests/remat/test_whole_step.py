@@ -419,3 +419,27 @@ def test_options_that_say_nothing_here() -> None:
         remat.compile_step(lambda: None, state=3)()
     with pytest.raises(InvalidOption, match="did you mean"):
         remat.compile_step(lambda: None, memory_buget=0.5)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_weight_used_twice_under_autocast_is_cast_as_often_as_by_the_plain_step(
+    cached: bool,
+) -> None:
+    def trained(planned: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+
+        def step(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+                loss = layer(layer(layer(x))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = remat.compile_step(step, cost="roofline", memory_budget=0.0) if planned else step
+        losses = [run(torch.randn(8, 16)) for _ in range(3)]
+        return [*losses, *layer.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
