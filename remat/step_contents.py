@@ -11,6 +11,7 @@ import contextlib
 import decimal
 import enum
 import fractions
+import functools
 import inspect
 import io
 import operator
@@ -25,11 +26,12 @@ import torch
 from torch import nn
 
 from remat.solvers.errors import CaptureError
-from remat.step_names import BY_VALUE, LONG, Same, code_names, described
+from remat.step_names import BY_VALUE, LONG, PLAIN, Same, code_names, described, settles
 from remat.step_reach import functions_of, implicit, is_package
 
 SYMBOLIC: Final = (torch.SymFloat, torch.SymInt, torch.SymBool)
 A_TENSOR: Final = "a tensor"
+KEYED: Final = "tensors as keys"
 UNKNOWN: Final = "an iterator that does not tell its place"
 _VALUES: Final = (*BY_VALUE, enum.Enum, decimal.Decimal, fractions.Fraction, range, slice)
 _ELSEWHERE: Final = (nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Generator)
@@ -86,8 +88,10 @@ class Walk:
             yield path, (A_TENSOR, id(item))
         if type(item) in weakref.ProxyTypes:
             return
-        if isinstance(item, (nn.Module, torch.optim.Optimizer, type, *_CALLED)):
+        if isinstance(item, (nn.Module, torch.optim.Optimizer, torch.Generator, type, *_CALLED)):
             yield path, described(item)
+        if isinstance(item, nn.Module):
+            yield from _modes(item, path, switches=not self.moving)
         if isinstance(item, _ELSEWHERE) or depth == 0 or id(item) in self._seen:
             return
         self._seen.add(id(item))
@@ -95,6 +99,8 @@ class Walk:
             yield path, _array(item)
         elif isinstance(item, Mapping | Sequence | Set | collections.deque):
             yield from self._container(item, path, depth)
+        elif isinstance(item, functools.partial):
+            yield from self.through((item.func, item.args, item.keywords), path, depth)
         elif _is_moving(item):
             if self.moving:
                 yield path, _state(item)
@@ -105,8 +111,10 @@ class Walk:
         yield path, (type(item).__name__, len(item))
         if len(item) > LONG or isinstance(item, str | bytes | memoryview):
             return
+        if self.moving and any(isinstance(part, torch.Tensor) for part in item if _is_keyed(item)):
+            yield path, KEYED
         if isinstance(item, Set):
-            yield path, frozenset(typed(part) for part in item if isinstance(part, _VALUES))
+            yield path, frozenset(map(_member, item))
             return
         parts = list(item.items()) if isinstance(item, Mapping) else list(enumerate(item))
         for key, value in parts:
@@ -118,6 +126,8 @@ class Walk:
         if isinstance(item, ModuleType) and is_package(item.__name__):
             return
         held = _attributes_of(item)
+        if not isinstance(item, (type, *_NAMED)):
+            yield path, Same(type(item))
         if isinstance(item, type):
             held = {name: value for name, value in held.items() if not callable(value)}
         elif not isinstance(item, _NAMED) and not is_package(type(item).__module__):
@@ -131,6 +141,24 @@ class Walk:
             asked |= {name for name, value in held.items() if issubclass(type(value), _VALUES)}
         for name in sorted(asked):
             yield from self.through(held[name], f"{path}.{name}", depth - 1)
+
+
+def _is_keyed(item: object) -> bool:
+    return isinstance(item, Mapping | Set)
+
+
+def _member(part: object) -> object:
+    values = isinstance(part, _VALUES) or (isinstance(part, tuple) and settles(part))
+    return described(part) if values else Same(part)
+
+
+def _modes(module: nn.Module, path: str, *, switches: bool) -> Iterator[Found]:
+    """What a module in an object is set to; without its switches, which a step may turn."""
+    for name, part in module.named_modules():
+        plain = {key: value for key, value in vars(part).items() if isinstance(value, PLAIN)}
+        if not switches:
+            plain.pop("training", None)
+        yield f"{path}.{name}", tuple((key, typed(value)) for key, value in plain.items())
 
 
 def _attributes_of(item: object) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def described(item: object) -> object:
         return Same(item.__self__), Same(item.__func__)
     if isinstance(item, tuple | list):
         return type(item).__name__, tuple(map(described, item))
-    if isinstance(item, set | frozenset) and all(isinstance(x, BY_VALUE) for x in item):
+    if isinstance(item, set | frozenset) and settles(item):
         return type(item).__name__, frozenset(map(described, item))
     if isinstance(item, dict):
         return tuple((described(key), described(value)) for key, value in item.items())

@@ -63,6 +63,7 @@ def reach(
         reached.follow(called)
     met: set[int] = set()
     while True:
+        reached.follow_escaped()
         roots = [*found, *reached.roots(), *_roots_in(arguments)]
         new = [root for root in roots if id(root) not in met]
         if not new:
@@ -91,6 +92,7 @@ class _Reach:
         self.holders: dict[tuple[int, str], Holder] = {}
         self.mentioned: set[str] = set()
         self._seen: set[tuple[int, int]] = set()
+        self._escaped: dict[int, Any] = {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -117,12 +119,29 @@ class _Reach:
         names = code_names(inner.__code__)
         self.mentioned |= names
         own = None if bound is None else names_of_first(inner.__code__)
+        if bound is not None and own is None and not isinstance(bound, _ROOTS):
+            self._escaped[id(bound)] = bound
         for holder in (*_of_self(bound, names if own is None else own), *_of_code(inner)):
             self._note(holder, names)
         if bound is None or isinstance(bound, _ROOTS):
             return
         for method in _methods(bound, names):
             self.follow(method)
+        if "getattr" in names:  # of a name that is put together
+            for item in functions_of(bound if isinstance(bound, type) else type(bound)):
+                self.follow(MethodType(item, bound))
+
+    def follow_escaped(self) -> None:
+        """Objects that methods hand on: others may ask them for whatever is mentioned anywhere."""
+        before = None
+        while before != (len(self.holders), len(self.mentioned)):
+            before = len(self.holders), len(self.mentioned)
+            for bound in list(self._escaped.values()):
+                names = self.names
+                for holder in _of_self(bound, names):
+                    self._note(holder, names)
+                for method in _methods(bound, names):
+                    self.follow(method)
 
     def _note(self, holder: Holder, names: Iterable[str]) -> None:
         if holder.place not in self.holders:
@@ -135,6 +154,10 @@ class _Reach:
         if not isinstance(root, nn.Module):
             for method in functions_of(type(root)):
                 self.follow(method)
+            for name, held in vars(root).items():
+                if name.endswith("_hooks") and isinstance(held, dict):
+                    for hook in list(held.values()):
+                        self.follow(hook)
             return
         for part in root.modules():
             for method in functions_of(type(part)):

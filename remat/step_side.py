@@ -8,10 +8,11 @@ switches (``train()``, ``eval()``, ``requires_grad_()``) are done again behind e
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from remat.solvers.errors import CaptureError
-from remat.step_contents import A_TENSOR, SYMBOLIC, UNKNOWN, Found, contents
+from remat.step_contents import A_TENSOR, KEYED, SYMBOLIC, UNKNOWN, Found, contents
 from remat.step_names import PLAIN, leaves_of, tensors_in
 from remat.step_places import HELD
 
@@ -122,7 +123,8 @@ class SideEffects:
         training = [part.training for part in self._places.parts]
         given = pytree.tree_flatten(arguments)
         modes = torch.is_grad_enabled(), torch.get_default_dtype()
-        yield
+        with self._caches_cleared():
+            yield
         self.flags = self._switched(training, others)
         if not _is_same(pytree.tree_flatten(arguments), given):
             raise CaptureError(
@@ -137,6 +139,19 @@ class SideEffects:
                 "graph would not do again: use `with torch.no_grad():`, or switch outside"
             )
         self._compare(before, self._numbers(arguments, known))
+
+    @contextlib.contextmanager
+    def _caches_cleared(self) -> Iterator[None]:
+        """A cached function (``lru_cache``) must not hand out tensors of the trace later."""
+        named = [leaf for holder in self._places.holders for leaf in leaves_of(holder.content)]
+        caches = [leaf for leaf in named if isinstance(leaf, functools._lru_cache_wrapper)]
+        before = [cache.cache_info().misses for cache in caches]
+        try:
+            yield
+        finally:
+            for cache, misses in zip(caches, before, strict=True):
+                if cache.cache_info().misses != misses:
+                    cache.cache_clear()
 
     def _compare(self, before: _Numbers, after: _Numbers) -> None:
         swapped = {holder.place for holder in self._places.holders if holder.tensors}
@@ -182,9 +197,17 @@ class SideEffects:
         """What holds them → (its name, all of them); tensors in ``known`` by their number."""
         places = self._places
         found: _Numbers = {}
+        ids = {repr(id(tensor)) for tensor in places.inputs}
 
         def note(key: Any, name: str, item: object, names: frozenset[str]) -> None:
             walked = contents(item, names, moving=True)
+            for path, what in walked:
+                if _is_of_keys(what, ids):
+                    raise CaptureError(
+                        f"the step reaches {name}{path}, which has tensors, or their id(), as "
+                        "keys: while it is traced others stand for them, which are in no set and "
+                        "no dict. Tell them by names, or by an attribute (p.no_decay = True)"
+                    )
             for path in (path for path, what in walked if what == UNKNOWN):
                 raise CaptureError(
                     f"the step reaches an iterator, {name}{path}, that does not tell its place, "
@@ -290,6 +313,14 @@ def _drawn() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state(legacy=True)
     return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
+
+
+def _is_of_keys(what: object, ids: Set[str]) -> bool:
+    """Whether it tells tensors by themselves, or by a number that is the id of one."""
+    if isinstance(what, frozenset):
+        return any(_is_of_keys(part, ids) for part in what)
+    number = isinstance(what, tuple) and len(what) == 2 and what[0] == "int"
+    return what == KEYED or (number and str(what[1]) in ids)  # type: ignore[index]
 
 
 def _is_tensor(what: object) -> bool:

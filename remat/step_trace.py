@@ -152,6 +152,8 @@ def trace(function: Callable[..., Any], places: Places, options: Options, *, run
 
     def flat(*given: Any) -> list[Any]:
         others, rates = list(given[:count]), [rate.item() for rate in given[count:]]
+        for tensor, other in zip(places.inputs, others, strict=True):
+            vars(other).update(vars(tensor))  # p.no_decay = True
         with swapped(places, others, rates) as slots, torch.set_grad_enabled(tracks), routed:
             args, kwargs = slots.arguments()
             with effects.around_call(others, (args, kwargs)):

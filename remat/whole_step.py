@@ -1,7 +1,7 @@
 """``remat.compile_step``: loss, gradients and the optimizer's update in one graph.
 
-A step runs in Python twice: when it is captured, and when it is called like that again, to see
-whether it comes out the same. From then on its graph runs alone.
+A step runs in Python when it is captured, and ever more rarely afterwards, to see whether it still
+comes out the same. In between its graph runs alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class _Captured:
     Attributes:
         changed: what a trace of it changed in Python: its graph is not run again.
         flags: what every run switches.
-        account: of its first trace; None once a second has come out the same.
+        account: of its first trace, to compare others with.
+        calls: with this graph, beside the first.
     """
 
     graph: Graph
@@ -66,7 +67,13 @@ class _Captured:
     plan: Plan
     changed: str
     flags: Flags
-    account: Account | None
+    account: Account
+    calls: int = 0
+
+    def is_looked_at(self) -> bool:
+        """Whether this call traces again: the second, third, fifth, ninth, … does."""
+        self.calls += 1
+        return self.calls.bit_count() == 1
 
 
 class CompiledStep:
@@ -128,7 +135,7 @@ class CompiledStep:
                     "captured, and which its graph does not do again: do it outside the step, or "
                     "in a tensor"
                 )
-            elif captured.account is not None:
+            elif captured.is_looked_at():
                 _look_again(function, places, self._options, captured)
             return _run(captured, places)
 
@@ -183,9 +190,9 @@ def compile_step(
     may update parameters, by hand or by an optimizer's ``step()``. Nothing is saved at a boundary
     between forward and backward; values are kept or computed again wherever it pays, and updates
     run as early as that lowers the peak. What its code reads (numbers, functions, classes,
-    attributes of objects, hooks of modules) is part of the graph and its key. For each graph the
-    function runs in Python twice, the second time to see that it comes out the same; a graph whose
-    run changed something in Python (a counter, a scheduler, ``random``) is not run again. ::
+    attributes of objects, hooks of modules) is part of the graph and its key. Calls 2, 3, 5,
+    9, 17, … of each graph run the function in Python again, to see that it comes out the same; a
+    graph whose run changed something in Python (a counter, a scheduler) is not run again. ::
 
         @remat.compile_step(memory_budget="16GiB")
         def step(batch):
@@ -205,7 +212,7 @@ def compile_step(
     Raises:
         InvalidOption: an option is wrong, or means nothing here.
         BudgetTooSmall: (at the first call) no plan keeps the budget.
-        CaptureError: (at the first call) the step cannot be one graph; (at the second) it came out
+        CaptureError: (at the first call) the step cannot be one graph; (later) it came out
             otherwise than at the first.
     """
     checked = Options.make(**{"executor": "eager", **options})
@@ -288,17 +295,16 @@ def _look_again(
     """
     with numbers_restored(places, only_if_it_fails=True):
         traced = trace(function, places, options, run=True)
-        assert captured.account is not None
         difference = traced.difference(captured.account)
         if difference:
             captured.changed = "something that its graph depends on and remat cannot see"
             raise CaptureError(
-                f"the second call of the step came out otherwise than the first ({difference}), "
-                "though nothing that remat looks at has changed: the step reads something that "
-                "moves from call to call (the time, an iterator, a file, a cache). Read it outside "
-                "the step, and hand it over as an argument"
+                f"call {captured.calls + 1} of the step came out otherwise than the first "
+                f"({difference}), though nothing that remat looks at has changed: the step reads "
+                "something that moves (the time, a file, a cache). Read it outside the step, and "
+                "hand it over as an argument"
             )
-    captured.changed, captured.account = traced.effects.changed, None
+    captured.changed = traced.effects.changed
 
 
 def _static_bytes(step: StepGraph, places: Places, granularity: int) -> int:

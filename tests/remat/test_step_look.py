@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +89,7 @@ def test_constants_and_returned_numbers_are_compared(tmp_path: Any) -> None:
             step()
 
 
-def test_a_step_runs_twice_in_python_and_then_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_runs_in_python_ever_more_rarely(capsys: pytest.CaptureFixture[str]) -> None:
     w = nn.Parameter(torch.ones(4))
 
     def function() -> Tensor:
@@ -95,9 +97,9 @@ def test_a_step_runs_twice_in_python_and_then_alone(capsys: pytest.CaptureFixtur
         return torch.autograd.grad(w.sum(), w)[0]
 
     step = remat.compile_step(function, cost="roofline")
-    for _ in range(4):
+    for _ in range(10):
         step()
-    assert capsys.readouterr().out == "here\n" * 2
+    assert capsys.readouterr().out == "here\n" * 5  # calls 1, 2, 3, 5 and 9
     assert len(step.plans) == 1
 
 
@@ -171,3 +173,132 @@ def test_an_object_that_is_a_data_set_is_refused(monkeypatch: pytest.MonkeyPatch
     step = training(lambda: held.rows[0][1])
     with pytest.raises(CaptureError, match=r"holds more than 1,000 .*rows"):
         step()
+
+
+def test_a_change_that_no_key_tells_is_noticed_later(tmp_path: Path) -> None:
+    file = tmp_path / "scale"
+    file.write_text("1.0")
+    step = training(lambda: float(file.read_text()))
+    for _ in range(6):
+        step()
+    file.write_text("2.0")
+    step()
+    step()  # with the old number, which nothing tells
+    with pytest.raises(CaptureError, match="call 9 of the step came out otherwise"):
+        step()
+
+
+class Stateless:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Other(Stateless):
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.cos()
+
+
+class Counting:
+    def on_end(self, trainer: Trainer) -> None:
+        trainer.seen += 1
+
+
+class Trainer:
+    """Hands itself on to its callbacks, and calls a method whose name it puts together."""
+
+    def __init__(self) -> None:
+        self.w = nn.Parameter(torch.ones(4))
+        self.seen, self.alpha, self.kind, self.callbacks = 0, 1.0, "l2", [Counting()]
+
+    def loss_l2(self) -> Tensor:
+        return (self.w * self.alpha).square().sum()
+
+    def counted(self) -> Tensor:
+        for callback in self.callbacks:
+            callback.on_end(self)
+        return torch.autograd.grad(self.w.sum(), self.w)[0]
+
+    def dispatched(self) -> Tensor:
+        return torch.autograd.grad(getattr(self, f"loss_{self.kind}")(), self.w)[0]
+
+
+def test_what_an_object_is_asked_for_by_others_is_read() -> None:
+    trainer = Trainer()
+    step = remat.compile_step(trainer.counted, cost="roofline")
+    for _ in range(3):
+        step()
+    assert trainer.seen == 3
+    step = remat.compile_step(trainer.dispatched, cost="roofline")
+    for alpha in (1.0, 2.0, 2.0, 3.0):
+        trainer.alpha = alpha
+        assert float(step()[0]) == 2 * alpha**2
+
+
+def test_objects_without_state_partials_modules_and_generators_are_told_apart() -> None:
+    held: Any = SimpleNamespace()
+    w = nn.Parameter(torch.ones(4))
+
+    def scaled(x: Tensor, by: float) -> Tensor:
+        return x * by
+
+    def step() -> Tensor:
+        noise = torch.rand(4, generator=held.generator)
+        y = held.act(held.scale(held.drop(w))) * noise
+        return torch.autograd.grad(y.sum(), w)[0]
+
+    def run(compiled: Callable[[], Tensor]) -> list[Tensor]:
+        held.act, held.scale = Stateless(), functools.partial(scaled, by=1.0)
+        held.drop, held.generator = nn.Dropout(0.5).eval(), torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        seen = [compiled(), compiled()]
+        held.act = Other()
+        seen += [compiled(), compiled()]
+        held.scale = functools.partial(scaled, by=2.0)
+        seen += [compiled(), compiled()]
+        held.generator = torch.Generator().manual_seed(7)
+        seen += [compiled(), compiled()]
+        held.drop.train()
+        return [*seen, compiled(), compiled()]
+
+    torch.testing.assert_close(
+        run(remat.compile_step(step, cost="roofline")), run(step), rtol=0, atol=0
+    )
+
+
+def test_attributes_of_parameters_are_there_and_tensors_as_keys_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.bias.no_decay = True  # type: ignore[attr-defined]
+    frozen = {model.bias}
+
+    def step(choose: Callable[[Tensor], bool]) -> Tensor:
+        model.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not choose(parameter):
+                    parameter.mul_(0.5)
+        return model.bias.detach().clone()
+
+    before = model.bias.detach().clone()
+    by_attribute = remat.compile_step(
+        lambda: step(lambda p: getattr(p, "no_decay", False)), state=model, cost="roofline"
+    )
+    assert torch.equal(by_attribute(), before)
+    by_set = remat.compile_step(lambda: step(lambda p: p in frozen), state=model, cost="roofline")
+    with pytest.raises(CaptureError, match="the step reaches frozen, which has tensors"):
+        by_set()
+
+
+@functools.lru_cache
+def mask(size: int) -> Tensor:
+    return torch.arange(size).float()
+
+
+def test_a_cache_keeps_nothing_of_a_trace() -> None:
+    w = nn.Parameter(torch.ones(4, 4))
+    mask.cache_clear()
+    step = remat.compile_step(
+        lambda: torch.autograd.grad((w * mask(4)[None]).sum(), w)[0], cost="roofline"
+    )
+    assert torch.equal(step(), torch.arange(4).float()[None].expand(4, 4))
+    assert type(mask(4)) is Tensor
