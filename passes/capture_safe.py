@@ -233,7 +233,7 @@ class _Check:
             return
         if not any(given is known for known in self.generators):
             why = "draws from a generator that the recording does not know"
-            yield "random", why, "draw from the device's default generator, or register this one"
+            yield "random", why, "draw from the device's default generator"
 
 
 _KEEP_ON_DEVICE: Final = "keep the value in a tensor on the device, or take it out of the step"

@@ -29,7 +29,6 @@ class Beyond:
         if budget is None or plan.peak + plan.kept_bytes <= budget:
             return
         if not self._packed and autograd.packs_saved_tensors():
-            self._packed = True
             self._say(
                 Unplanned(
                     "hooks on saved tensors are active (save_on_cpu, your own, a checkpoint around "
@@ -38,6 +37,7 @@ class Beyond:
                     f"{format_bytes(budget)}; offload= and the budget do without them"
                 )
             )
+            self._packed = True
         node = None if self._retained else autograd.backward_node(result)
         if node is not None:
             weak = weakref.ref(node)
@@ -48,8 +48,8 @@ class Beyond:
             def ended() -> None:
                 left = weak()
                 if left is not None and autograd.count_holding([left]) and not self._retained:
-                    self._retained = True
                     self._say(_held_on(plan.kept_bytes, budget))
+                    self._retained = True
 
             autograd.before_backward(node, begins)
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 OUTSIDE: Final = "outside the graph:"
 """How the note begins that says what code outside a graph adds to its step."""
 
-_MOST_REPEATABLE: Final = 256
-
 
 @dataclass(frozen=True)
 class _Variant:
@@ -77,7 +75,7 @@ class GraphRunner:
         self._variants: list[_Variant] = []
         self._said = False
         self._forwards: list[weakref.ref[Any]] = []
-        self._repeatable: list[tuple[tuple[Any, ...], tuple[Any, ...], CompiledGraph]] = []
+        self._packed: CompiledGraph | None = None
         self.calls = 0
         first = self._compile_least(inputs) if several else self._compile(inputs)
         self._plan: Plan | Unplanned = first.plan
@@ -199,28 +197,15 @@ class GraphRunner:
         )
         self._said = True
 
-    def may_be_repeated(self, made: CompiledGraph, inputs: Sequence[Any]) -> None:
-        """Remember what a call runs with, where hooks pack what it saves.
+    def packed(self, inputs: Sequence[Any]) -> CompiledGraph:
+        """What to run where hooks pack what is saved: the same in every call.
 
-        A checkpoint's hooks drop it, and run the call again in backward: what is saved then must be
-        what was saved first.
+        A checkpoint's hooks drop it, and run the call again in backward, in any order and as often
+        as they like: what is saved then must be what was saved first.
         """
-        if autograd.packs_saved_tensors():
-            self._repeatable.append((_addresses(inputs), _shapes(inputs), made))
-            del self._repeatable[:-_MOST_REPEATABLE]
-
-    def repeated(self, inputs: Sequence[Any]) -> CompiledGraph | None:
-        """What a call with these inputs ran with; None if it ran under no hooks.
-
-        Where its inputs were computed inside the checkpoint, they are others now: checkpoints run
-        again from the last to the first.
-        """
-        addresses, shapes = _addresses(inputs), _shapes(inputs)
-        calls = list(enumerate(self._repeatable))[::-1]
-        same = [at for at, (where, _, _) in calls if where == addresses]
-        alike = [at for at, (_, form, _) in calls if form == shapes]
-        at = next(iter((*same, *alike)), None)
-        return None if at is None else self._repeatable.pop(at)[2]
+        if self._packed is None:
+            self._packed = self.alone(inputs)
+        return self._packed
 
     def watch(self, result: Any) -> None:
         """Remember that a call, which returned ``result``, waits for its backward."""
@@ -304,16 +289,6 @@ def moving_bytes(tensors: Iterable[torch.Tensor], optimizer: Any) -> int:
             if isinstance(item, torch.Tensor):
                 total += _bytes(item)
     return total
-
-
-def _addresses(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-    return tuple((t.untyped_storage()._cdata, t.storage_offset()) for t in tensors)
-
-
-def _shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-    return tuple((t.shape, t.stride(), t.requires_grad) for t in tensors)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

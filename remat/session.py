@@ -168,8 +168,12 @@ class Session:
             return self._run_planned(runner, inputs)
 
     def _run_planned(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
-        if autograd.runs_backward() and (made := runner.repeated(inputs)) is not None:
-            return made.run(*inputs)  # a checkpoint around the model runs its forward again
+        if autograd.packs_saved_tensors() and torch.is_grad_enabled():
+            made = runner.packed(inputs)
+            result = made.run(*inputs)
+            if isinstance(made.plan, Plan):
+                self._beyond.watch(result, made.plan)
+            return result
         if not self._has_budget or not torch.is_grad_enabled():
             return self._run_alone(runner, inputs)
         returned = False
@@ -194,7 +198,6 @@ class Session:
         assert step is not None
         assert isinstance(made.plan, Plan)
         call = step.enter(runner, made.plan)
-        runner.may_be_repeated(made, inputs)
         result = made.run(*inputs)
         step.leave(call, result)
         self._beyond.watch(result, made.plan)
@@ -222,7 +225,6 @@ class Session:
         if isinstance(made.plan, Unplanned) or made.plan.memory_budget is None:
             return made.run(*inputs)
         runner.count_waiting(made.plan, made.plan.memory_budget)
-        runner.may_be_repeated(made, inputs)
         result = made.run(*inputs)
         runner.watch(result)
         self._beyond.watch(result, made.plan)

@@ -87,7 +87,7 @@ def _in_words(before: Section, now: Section, places: Places) -> str:
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device
+    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.device
     said = tuple((k, described(v)) for k, v in vars(tensor).items() if isinstance(v, PLAIN))
     return *form, tensor.requires_grad, tensor.is_leaf, said
 

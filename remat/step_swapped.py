@@ -31,7 +31,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Alias:
-    """A view of an input, which shows what is written into it later."""
+    """A view of an input, which shows what is written into it later; it begins ``offset`` elements
+    behind where the input does.
+    """
 
     input: int
     shape: tuple[int, ...]
@@ -40,7 +42,8 @@ class Alias:
 
     def of(self, inputs: list[torch.Tensor]) -> torch.Tensor:
         """The view of the input as it is now."""
-        return inputs[self.input].detach().as_strided(self.shape, self.stride, self.offset)
+        tensor = inputs[self.input].detach()
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 @contextlib.contextmanager
@@ -96,7 +99,8 @@ class Swapped:
         for number, other in enumerate(self.others):
             if other.untyped_storage()._cdata == storage and other.dtype == value.dtype:
                 shape, stride = tuple(value.shape), tuple(value.stride())
-                return Alias(number, shape, stride, int(value.storage_offset()))
+                begins = int(value.storage_offset()) - int(other.storage_offset())
+                return Alias(number, shape, stride, begins)
         return None
 
     def now_bound(self) -> dict[str, list[int]]:

@@ -60,6 +60,7 @@ class _Captured:
         flags: what every run switches.
         account: of its first trace, to compare others with.
         calls: with this graph, beside the first.
+        differs: another trace came out otherwise.
     """
 
     graph: Graph
@@ -69,6 +70,7 @@ class _Captured:
     flags: Flags
     account: Account
     calls: int = 0
+    differs: bool = False
 
     def is_looked_at(self) -> bool:
         """Whether this call traces again: the second, third, fifth, ninth, … does."""
@@ -129,6 +131,11 @@ class CompiledStep:
                 with numbers_restored(places, only_if_it_fails=True):
                     captured = _capture(function, places, self._options)
                 self._captured[key] = captured
+            elif captured.differs:
+                raise CaptureError(
+                    "the step came out otherwise before, though nothing that remat looks at had "
+                    "changed, and its graph is not run again: hand over as an argument what moves"
+                )
             elif captured.changed:
                 raise CaptureError(
                     f"the step changes {captured.changed} in Python, which happened when it was "
@@ -297,7 +304,7 @@ def _look_again(
         traced = trace(function, places, options, run=True)
         difference = traced.difference(captured.account)
         if difference:
-            captured.changed = "something that its graph depends on and remat cannot see"
+            captured.differs = True
             raise CaptureError(
                 f"call {captured.calls + 1} of the step came out otherwise than the first "
                 f"({difference}), though nothing that remat looks at has changed: the step reads "
@@ -322,9 +329,7 @@ def _runner(
 ) -> Graph:
     if options.executor != "cudagraph":
         return holding_tier(made, plan, main_device(places.inputs))
-    updated = {update.target for update in step.updates}
-    fixed = frozenset(i for i, node in enumerate(step.inputs) if node in updated)
-    copied = places.passed() - fixed
+    copied = places.passed()  # and written back, where the step writes into them
     static = [index not in copied for index in range(len(step.inputs))]
     return cudagraph.whole_step(step, made, static, inputs=places.inputs)
 

@@ -115,6 +115,7 @@ class _Pair:
         self._backward: Callable[..., Any] | None = None
         self._static: tuple[bool, ...] = ()
         self._total = 0
+        self._warm = False  # backward has run on the thread that records it
         self._latest: Slot | None = None
         self._slots = Slots(recorder, self._new_forward, _holds)
         self.outputs = 0
@@ -153,6 +154,7 @@ class _Pair:
         slot = self._slots.of(saved)
         if slot is None:
             # Its forward was not recorded: this is the first call.
+            self._warm = True
             return list(self._recorder.warm_up(lambda: self._backward(inputs)))  # type: ignore[misc]
         if slot.spent:
             raise RematError(
@@ -166,7 +168,7 @@ class _Pair:
                 static,
                 self._recorder,
                 slot.pool,
-                warm=True,
+                warm=self._warm,
                 name="backward",
                 tiers=slot.forward.tiers,
             )
@@ -178,7 +180,7 @@ class _Pair:
             outputs = slot.backward(given, slot.forward.loans)
             ran = True
         finally:
-            if not ran and slot.backward.recording is None:
+            if not ran and slot.backward.recording is None:  # or it only ran as it is
                 self._slots.renew(slot)
         return outputs
 

@@ -150,7 +150,10 @@ class Captured:
             else:
                 self._copies[index] = _copy(item)
                 given.append(self._copies[index])
-        owned.clear()
+        if owned:
+            raise RematError(
+                f"{len(owned)} tensors that forward lent were not given to {self.name}; report this"
+            )
         stays = zip(given, self.static, strict=True)
         fixed = {
             item.untyped_storage().data_ptr()

@@ -171,6 +171,7 @@ def test_the_memory_of_a_recorded_step_is_what_was_predicted() -> None:
     plan = run.plans[-1]
     # cuBLAS keeps a workspace of its own for the recording stream.
     assert torch.cuda.memory_reserved() <= plan.peak + 64 * MIB + 0.05 * plan.peak
+    assert torch.cuda.memory_reserved() >= 0.9 * plan.peak
 
 
 def test_dropout_differs_from_replay_to_replay() -> None:
@@ -221,8 +222,8 @@ def test_the_pool_on_paper_is_the_pool() -> None:
                 torch.empty(size, dtype=torch.uint8, device="cuda"),
             )
             if index % 3 == 2:
-                address, _ = held.pop(rng.choice(list(held)))
-                paper.release(address)
+                # Nothing may hold the tensor any longer than the paper does.
+                paper.release(held.pop(rng.choice(list(held)))[0])
         reserved = torch.cuda.memory_reserved() - before
     assert reserved == paper.reserved
 

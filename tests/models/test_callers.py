@@ -124,8 +124,9 @@ def test_a_checkpoint_around_blocks_runs_the_same_plan_again(memory_budget: floa
             y = x
             for run in runs:
                 y = checkpoint(lambda y, r=run: r(torch.sin(y)), y, use_reentrant=False)
-                y = checkpoint(run, y, use_reentrant=False)
-            y.square().sum().backward()
+                y = checkpoint(lambda y, r=run: r(r(y).sin()), y, use_reentrant=False)
+            y.square().sum().backward(retain_graph=True)
+            y.sum().backward()
             found.append(x.grad)
             found += [p.grad.clone() for block in blocks for p in block.parameters()]
             assert len(found) == (step + 1) * (1 + 3 * 4)

@@ -200,6 +200,23 @@ def test_a_second_backward_is_refused(recorder: FakeRecorder) -> None:
     run(x).backward()
 
 
+def test_an_argument_that_a_step_writes_into_may_be_another_one(recorder: FakeRecorder) -> None:
+    w = torch.nn.Parameter(torch.ones(4))
+
+    def step(x: Tensor, state: Tensor) -> Tensor:
+        loss = (w * x + state).square().sum()
+        (gradient,) = torch.autograd.grad(loss, w)
+        state.copy_(gradient)
+        return loss
+
+    run = remat.compile_step(step, executor="cudagraph", cost="roofline", time_limit=0.2)
+    for _ in range(4):
+        x, state = torch.randn(4), torch.randn(4)
+        twin = state.clone()
+        assert torch.equal(run(x, state), step(x, twin).detach())
+        assert torch.equal(state, twin)
+
+
 def test_a_recording_that_failed_is_forgotten(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
