@@ -39,6 +39,10 @@ _SYNCS: Final = {
     "aten::is_nonzero": "reads a number out of a tensor",
     "aten::_assert_scalar": "checks a number on the host",
     "aten::_linalg_check_errors": "reads an error code out of a tensor",
+    "aten::multinomial": "checks the probabilities on the host",
+    "aten::embedding_renorm_": "counts indices on the host",
+    "aten::_linalg_eig": "computes on the host",
+    "aten::linalg_eig": "computes on the host",
     "aten::_fused_moving_avg_obs_fq_helper": "is on torch's list of ops that cannot be recorded",
     "aten::_fused_moving_avg_obs_fq_helper_functional": (
         "is on torch's list of ops that cannot be recorded"

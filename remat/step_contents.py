@@ -127,7 +127,9 @@ class Walk:
             return
         held = _attributes_of(item)
         if not isinstance(item, (type, *_NAMED)):
-            yield path, Same(type(item))
+            # What shows nothing (a compiled pattern, an op of torch's) is told by being itself.
+            opaque = not hasattr(item, "__dict__") and not any(_slots(type(item)))
+            yield path, Same(item if opaque else type(item))
         if isinstance(item, type):
             held = {name: value for name, value in held.items() if not callable(value)}
         elif not isinstance(item, _NAMED) and not is_package(type(item).__module__):

@@ -39,6 +39,16 @@ def explained(error: Exception) -> CaptureError | None:
             "the step names a tensor that was computed outside, with its autograd history, and "
             "backward goes on there: compute it in the step, or detach it"
         )
+    if "SparseTensorImpl" in text:
+        return CaptureError(
+            "the step makes or is given a sparse tensor (Embedding(sparse=True)), and this version "
+            "plans dense ones: make the layer with sparse=False, or use remat.compile without it"
+        )
+    if "symbolically trace a dynamo-optimized" in text:
+        return CaptureError(
+            "the step calls what torch.compile or another compiler has made: hand over the module "
+            "or the function itself, it becomes a part of the step's graph"
+        )
     if "convert all Tensors to FakeTensors" in text:
         return CaptureError(
             "the step reads a tensor that is no argument, no variable it names, and in none of the "

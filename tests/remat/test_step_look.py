@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,3 +303,36 @@ def test_a_cache_keeps_nothing_of_a_trace() -> None:
     )
     assert torch.equal(step(), torch.arange(4).float()[None].expand(4, 4))
     assert type(mask(4)) is Tensor
+
+
+def test_what_shows_nothing_is_told_by_being_itself() -> None:
+    held: Any = SimpleNamespace()
+    w = nn.Parameter(torch.ones(4))
+    step = remat.compile_step(
+        lambda: torch.autograd.grad(held.op(held.pick((w, w * 2))).sum(), w)[0], cost="roofline"
+    )
+    for op, pick in ((torch.Tensor.sin, 0), (torch.Tensor.cos, 0), (torch.Tensor.cos, 1)):
+        held.op, held.pick = op, operator.itemgetter(pick)
+        for _ in range(2):
+            x = w.detach().clone().requires_grad_()
+            (wanted,) = torch.autograd.grad(op((x, x * 2)[pick]).sum(), x)
+            assert torch.equal(step(), wanted)
+
+
+def test_what_no_graph_can_be_is_named() -> None:
+    w = nn.Parameter(torch.ones(4, 4))
+    table = nn.Embedding(4, 4, sparse=True)
+    inner = torch.compile(lambda x: x.sin(), backend="aot_eager")
+
+    def sparse() -> None:
+        table(torch.arange(2)).sum().backward()
+
+    def compiled() -> Tensor:
+        return torch.autograd.grad(inner(w).sum(), w)[0]
+
+    for function, message in (
+        (sparse, "sparse=False"),
+        (compiled, "hand over the module or the function itself"),
+    ):
+        with pytest.raises(CaptureError, match=message):
+            remat.compile_step(function, cost="roofline")()
