@@ -237,12 +237,19 @@ class _Check:
             return
         if not any(given is known for known in self.generators):
             why = "draws from a generator that the recording does not know"
-            yield "random", why, "draw from the device's default generator"
+            yield "random", why, "draw from a generator of the device"
 
 
 _KEEP_ON_DEVICE: Final = "keep the value in a tensor on the device, or take it out of the step"
 _ON_DEVICE: Final = "put it on the device (an optimizer's: capturable=True)"
 _OTHER_OP: Final = "use another op, or take it out of the step"
+
+
+def generators_in(module: fx.GraphModule, device_type: str) -> tuple[torch.Generator, ...]:
+    """The generators of a device that a graph is given to draw from: a recording registers them."""
+    given = map(_generator, module.graph.nodes)
+    found = (g for g in given if isinstance(g, torch.Generator) and g.device.type == device_type)
+    return tuple({id(generator): generator for generator in found}.values())
 
 
 def _generator(node: fx.Node) -> object:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import fx
 
 from remat.executors.cudagraph_pool import captured_peak
-from remat.passes.capture_safe import capture_safe
+from remat.passes.capture_safe import capture_safe, generators_in
 from remat.passes.joint import JointGraph
 from remat.passes.storages import tensors_of
 from remat.solvers.errors import BudgetTooSmall
@@ -94,5 +94,6 @@ def copied_bytes(joint: JointGraph, granularity: int, torch_options: Mapping[str
 
 def recording_notes(module: fx.GraphModule, device_type: str) -> tuple[str, ...]:
     """What of a graph stands in the way of recording it, one note each, for its plan."""
-    found = capture_safe(module, device_type=device_type)
+    generators = generators_in(module, device_type)
+    found = capture_safe(module, device_type=device_type, generators=generators)
     return tuple(f"cannot be recorded as a CUDA graph: {obstacle}" for obstacle in found)

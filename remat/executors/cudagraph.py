@@ -18,7 +18,7 @@ from torch import fx
 from remat.executors.cudagraph_capture import Captured, CudaRecorder, Recorder, Slot, Slots
 from remat.executors.eager import PartitionFunction
 from remat.options import Options
-from remat.passes.capture_safe import capture_safe, refuse_obstacles
+from remat.passes.capture_safe import capture_safe, generators_in, refuse_obstacles
 from remat.passes.storages import main_device
 from remat.passes.torch_private import autograd, capturing
 from remat.passes.torch_private import partition as private
@@ -122,7 +122,7 @@ class _Pair:
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The callable of forward, then that of backward, boxed."""
-        refuse_obstacles(capture_safe(module, device_type=DEVICE_TYPE))
+        _check(module, self._recorder)
         run = private.boxed(module, inputs)
         if self._forward is None:
             self._forward = run
@@ -201,6 +201,13 @@ def _tensors(items: Sequence[Any]) -> list[torch.Tensor]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
+def _check(module: fx.GraphModule, recorder: Recorder) -> None:
+    """Refuse what cannot be recorded, and let the recorder know what is drawn from."""
+    generators = generators_in(module, DEVICE_TYPE)
+    refuse_obstacles(capture_safe(module, device_type=DEVICE_TYPE, generators=generators))
+    recorder.register(generators)
+
+
 def whole_step(
     step: StepGraph,
     made: fx.GraphModule,
@@ -221,7 +228,7 @@ def whole_step(
     """
     if recorder is None:
         recorder = CudaRecorder(check_device(inputs))
-    refuse_obstacles(capture_safe(made, device_type=DEVICE_TYPE))
+    _check(made, recorder)
     targets = {update.target.name for update in step.updates}
     written = frozenset(i for i, node in enumerate(step.inputs) if node.name in targets)
     taken = made.graph.find_nodes(op="placeholder")

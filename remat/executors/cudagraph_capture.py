@@ -55,6 +55,9 @@ class Recorder(Protocol):
     def new_tier(self, device: torch.device) -> JoinedTier:
         """Where one recording offloads values of a device to."""
 
+    def register(self, generators: Sequence[torch.Generator]) -> None:
+        """Generators that graphs draw from, beside the device's default one."""
+
 
 @dataclass
 class Captured:
@@ -322,15 +325,12 @@ class CudaRecorder:
     """The raw calls of torch.
 
     One stream records every graph, as torch asks of graphs that share a pool.
-
-    Args:
-        generators: that the graphs draw from, beside the device's default one.
     """
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.generators = tuple(generators)
+        self.generators: dict[int, torch.Generator] = {}
 
     def new_pool(self) -> Any:
         """See :class:`Recorder`."""
@@ -339,6 +339,10 @@ class CudaRecorder:
     def new_tier(self, device: torch.device) -> JoinedTier:
         """See :class:`Recorder`."""
         return Pinned(device)
+
+    def register(self, generators: Sequence[torch.Generator]) -> None:
+        """See :class:`Recorder`."""
+        self.generators |= {id(generator): generator for generator in generators}
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         """See :class:`Recorder`."""
@@ -356,7 +360,7 @@ class CudaRecorder:
     def record(self, function: Callable[[], Any], pool: Any) -> tuple[Any, Recording]:
         """See :class:`Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        for generator in self.generators:
+        for generator in self.generators.values():
             graph.register_generator_state(generator)
         before = torch.cuda.memory_reserved(self.device)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,10 @@ class FakeRecorder:
         self.pools = self.warmed = self.replayed = 0
         self.recorded_in: list[int] = []
         self.tiers: list[HostTier] = []
+        self.generators: list[torch.Generator] = []
+
+    def register(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators += generators
 
     def new_tier(self, device: torch.device) -> HostTier:
         self.tiers.append(HostTier(device))
@@ -141,6 +145,7 @@ class FakeRecorder:
     def record(self, function: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
         tape = Tape()
         state = torch.get_rng_state()
+        states = [generator.get_state() for generator in self.generators]
         for tier in self.tiers:
             assert not tier.flights, "a recording cannot wait for what was queued before it"
             tier.tape = tape
@@ -151,6 +156,8 @@ class FakeRecorder:
             tier.tape = None
         tape.undo()
         torch.set_rng_state(state)
+        for generator, before in zip(self.generators, states, strict=True):
+            generator.set_state(before)
         self.recorded_in.append(pool)
         recorder = self
 

@@ -217,6 +217,23 @@ def test_an_argument_that_a_step_writes_into_may_be_another_one(recorder: FakeRe
         assert torch.equal(state, twin)
 
 
+def test_a_generator_of_the_callers_is_registered(recorder: FakeRecorder) -> None:
+    w = torch.nn.Parameter(torch.ones(4))
+
+    def step(generator: torch.Generator) -> Tensor:
+        noise = torch.rand(4, generator=generator)
+        return torch.autograd.grad((w * noise).square().sum(), w)[0]
+
+    run = remat.compile_step(step, executor="cudagraph", cost="roofline", time_limit=0.2)
+    ours, plain = (torch.Generator().manual_seed(3) for _ in range(2))
+    for _ in range(5):
+        assert torch.equal(run(ours), step(plain))
+    (known,) = recorder.generators  # perhaps another Python object of the same generator
+    assert torch.equal(known.get_state(), ours.get_state())
+    ours.manual_seed(9)
+    assert known.initial_seed() == 9
+
+
 def test_a_recording_that_failed_is_forgotten(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
