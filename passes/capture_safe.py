@@ -25,7 +25,7 @@ from remat.passes import layers, ops, runtime
 from remat.passes import transfers as _transfers  # noqa: F401  it registers the ops
 from remat.solvers.errors import CaptureError
 
-Kind = Literal["host sync", "host", "dynamic shape", "random"]
+Kind = Literal["host sync", "host", "device", "dynamic shape", "random"]
 
 _MASKS: Final = (torch.bool, torch.uint8)
 _INDEXED: Final = frozenset(
@@ -109,7 +109,10 @@ def capture_safe(
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    check = _Check(device_type, tuple(generators), deterministic)
+    nodes = (node for node in module.graph.nodes if node.op != "output")
+    devices = (tensor.device for node in nodes for tensor in _tensors(node))
+    first = next((device for device in devices if device.type == device_type), None)
+    check = _Check(device_type, tuple(generators), deterministic, first)
     layer_of = layers.layers(module.graph.nodes)
     found: list[Obstacle] = []
     for node in module.graph.nodes:
@@ -147,9 +150,15 @@ class _Check:
     device_type: str
     generators: tuple[object, ...]
     deterministic: bool
+    first: torch.device | None
 
     def of(self, node: fx.Node) -> Iterator[_Finding]:
         """What is wrong with the node, beginning with what explains the rest."""
+        for tensor in _tensors(node) if node.op in ("placeholder", "call_function") else ():
+            if tensor.device.type == self.device_type and tensor.device != self.first:
+                why = f"lies on {tensor.device}, and what comes before on {self.first}"
+                yield "device", why, "a graph records the work of one device: keep the step on one"
+                return
         if node.op == "placeholder":
             yield from self._placeholder(node)
             return

@@ -184,7 +184,10 @@ class GraphRunner:
         alive = [(ref, node) for ref in self._forwards if (node := ref()) is not None]
         self._forwards = [ref for ref, _ in alive]
         waiting = autograd.count_holding(node for _, node in alive)
-        held = waiting * plan.kept_bytes
+        # A recorded forward that waits has a pool of its own, which backward's temporaries are in.
+        recorded = plan.executor == "cudagraph"
+        each = plan.peak - plan.problem.fixed_bytes if recorded else plan.kept_bytes
+        held = waiting * each
         if waiting == 0 or plan.peak + held <= budget or self._said:
             return
         self._session.say(

@@ -33,6 +33,22 @@ def on_cpu(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Ob
     return capture_safe(traced(function, *args), device_type="cpu", **options)
 
 
+def test_a_step_on_two_devices_cannot_be_recorded() -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        here, there = (torch.empty(4, device=f"cuda:{index}") for index in range(2))
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    first.meta["val"], second.meta["val"] = here, there
+    total = graph.call_function(torch.ops.aten.mul.Tensor, (first, 2.0))
+    total.meta["val"] = here
+    moved = graph.call_function(torch.ops.aten.add.Tensor, (second, 1.0))
+    moved.meta["val"] = there
+    graph.output((total, moved))
+    found = capture_safe(fx.GraphModule({}, graph))
+    assert [(o.kind, o.node) for o in found] == [("device", "second"), ("device", "add_tensor")]
+    assert "lies on cuda:1, and what comes before on cuda:0" in str(found[0])
+
+
 def test_a_training_step_can_be_recorded() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.GELU())
 
