@@ -68,6 +68,7 @@ def batch(seed: int, *shape: int) -> Tensor:
     return torch.randn(*(shape or (64, 32)), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.filterwarnings("ignore:not planned. backward.retain_graph=True")
 def test_backward_twice_through_one_forward() -> None:
     def body(model: nn.Module, run: Callable[..., Any], outcome: dict[str, Tensor]) -> None:
         y = run(batch(1))
