@@ -168,7 +168,8 @@ class Session:
             return self._run_planned(runner, inputs)
 
     def _run_planned(self, runner: GraphRunner, inputs: Sequence[Any]) -> Any:
-        if autograd.packs_saved_tensors() and torch.is_grad_enabled():
+        again = autograd.packs_saved_tensors() or autograd.runs_backward()
+        if again and torch.is_grad_enabled():
             made = runner.packed(inputs)
             result = made.run(*inputs)
             if isinstance(made.plan, Plan):
