@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [row for row in ROWS if asked.only in row.key]
     if not wanted:
         parser.error(f"--only {asked.only!r} means no row; --help names them")
-    print("\n".join(table([]).splitlines()), flush=True)
+    print(table([]), flush=True)
     late: list[str] = []
     for row in wanted:
         if row.key in known or (asked.device == "cpu" and row.needs_cuda):

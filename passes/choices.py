@@ -42,7 +42,7 @@ def constrain(problem: Problem, keep: Sequence[str] = (), recompute: Sequence[st
             _check_known(problem, option, pattern)
     _check_disjoint(problem, keep, recompute)
     ops = tuple(
-        replace(op, rerunnable=op.rerunnable and _module(op, keep) is None) for op in problem.ops
+        replace(op, rerunnable=op.rerunnable and not lies_in(op.layer, keep)) for op in problem.ops
     )
     dropped = set(_made_inside(problem, recompute))
     values = tuple(

@@ -102,10 +102,11 @@ class Levels:
         if self.device.type == "cuda":
             self._read_counters()
             return
-        if not profiling.is_recording():  # somebody else's profiler has ended it
+        events = profiling.stop_events()
+        if events is None:
             self.lost = True
             return
-        for event in profiling.stop_events():
+        for event in events:
             if isinstance(event, profiling.Mark):
                 self._open = self.segments[int(event.name)]
                 self._open.level = self._open.peak = self._level

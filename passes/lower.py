@@ -89,8 +89,8 @@ def lower(
         fixed_bytes: resident bytes, alive whatever the plan.
         name, cost: texts for people.
         replays_random: whether the executor can run a random op again from its generator's state.
-        same_kernels: whether what is computed again has the same bits. If not, what makes integers
-            out of floats is kept.
+        same_kernels: whether what is computed again has the same bits. If not, decisions
+            (:func:`remat.passes.ops.decides`) are kept.
     """
     builder = _Builder(joint, storages, costs, replays_random, same_kernels)
     builder.add_values()

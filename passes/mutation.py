@@ -92,7 +92,7 @@ def copied(graph: fx.Graph, source: fx.Node, value: torch.Tensor) -> tuple[fx.No
     clone, view = torch.ops.aten.clone.default, torch.ops.aten.as_strided.default
     shape, stride = list(value.shape), list(value.stride())
     with value.fake_mode:  # type: ignore[attr-defined]
-        if torch.empty_like(value).stride() == value.stride():
+        if _keeps_strides(value):
             made = graph.call_function(clone, (source,))
             made.meta["val"] = torch.empty_strided(
                 shape, stride, dtype=value.dtype, device=value.device
@@ -108,10 +108,15 @@ def copied(graph: fx.Graph, source: fx.Node, value: torch.Tensor) -> tuple[fx.No
     return made, read
 
 
+def _keeps_strides(value: torch.Tensor) -> bool:
+    """Whether a clone does."""
+    return torch.empty_like(value).stride() == value.stride()
+
+
 def _refuse_strided_reads(primal: fx.Node) -> None:
     """A copy does not begin where the storage of a view does."""
     value = primal.meta["val"]
-    if value.storage_offset() == 0 and torch.empty_like(value).stride() == value.stride():
+    if value.storage_offset() == 0 and _keeps_strides(value):
         return
     for node in primal.users:
         if node.target is torch.ops.aten.as_strided.default and len(node.args) > 3:

@@ -201,7 +201,7 @@ class GraphRunner:
         self._said = True
 
     def packed(self, inputs: Sequence[Any]) -> CompiledGraph:
-        """What to run where hooks pack what is saved: the same in every call.
+        """What to run where hooks pack what is saved, or inside a backward: the same in every call.
 
         A checkpoint's hooks drop it, and run the call again in backward, in any order and as often
         as they like: what is saved then must be what was saved first.

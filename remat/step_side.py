@@ -202,18 +202,7 @@ class SideEffects:
         def note(key: Any, name: str, item: object, names: frozenset[str]) -> None:
             walked = contents(item, names, moving=True)
             for path, what in walked:
-                if _is_of_keys(what, ids):
-                    raise CaptureError(
-                        f"the step reaches {name}{path}, which has tensors, or their id(), as "
-                        "keys: while it is traced others stand for them, which are in no set and "
-                        "no dict. Tell them by names, or by an attribute (p.no_decay = True)"
-                    )
-            for path in (path for path, what in walked if what == UNKNOWN):
-                raise CaptureError(
-                    f"the step reaches an iterator, {name}{path}, that does not tell its place, "
-                    "and which its graph would not move on: take its next item outside the step, "
-                    "and hand it over as an argument"
-                )
+                _refuse_untold(name + path, what, ids)
             found[key] = name, tuple((path, _numbered(what, known)) for path, what in walked)
 
         for holder in places.holders:
@@ -313,6 +302,22 @@ def _drawn() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state(legacy=True)
     return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
+
+
+def _refuse_untold(path: str, what: object, ids: Set[str]) -> None:
+    """What a trace cannot find, or move on."""
+    if _is_of_keys(what, ids):
+        raise CaptureError(
+            f"the step reaches {path}, which has tensors, or their id(), as keys: while it is "
+            "traced others stand for them, which are in no set and no dict. Tell them by names, or "
+            "by an attribute (p.no_decay = True)"
+        )
+    if what == UNKNOWN:
+        raise CaptureError(
+            f"the step reaches an iterator, {path}, that does not tell its place, and which its "
+            "graph would not move on: take its next item outside the step, and hand it over as an "
+            "argument"
+        )
 
 
 def _is_of_keys(what: object, ids: Set[str]) -> bool:

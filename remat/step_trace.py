@@ -84,12 +84,14 @@ class Traced:
     def account(self) -> Account:
         """Before the graph is rewritten."""
         bound = self.bound
-        leaves = ([_told(leaf) for leaf in bound.result], bound.tree)
-        new = ({i: _told(leaf) for i, leaf in bound.gradients.items()},)
-        state = ({entry: _told(leaf) for entry, leaf in bound.state.items()},)
-        return Account(
-            self.step.lines, self._constants(), (*leaves, *new, *state, self.effects.flags)
+        left = (
+            [_told(leaf) for leaf in bound.result],
+            bound.tree,
+            {index: _told(leaf) for index, leaf in bound.gradients.items()},
+            {entry: _told(leaf) for entry, leaf in bound.state.items()},
+            self.effects.flags,
         )
+        return Account(self.step.lines, self._constants(), left)
 
     def _constants(self) -> tuple[str, ...]:
         module = self.step.module

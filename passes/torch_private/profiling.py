@@ -29,6 +29,8 @@ from torch._C._profiler import (
 )
 from torch.autograd.profiler import record_function
 
+from remat.solvers.errors import RematError
+
 _MARK: Final = "remat."
 _THREAD: Final = threading.local()  # owner: whose recording runs on the thread, if it gives way
 
@@ -106,23 +108,24 @@ def start_memory_events(owner: Yielding | None = None) -> None:
 
 def stop_memory_events() -> list[MemoryEvent]:
     """End the recording; its events in the order they happened."""
-    return [event for event in stop_events() if isinstance(event, MemoryEvent)]
+    recorded = stop_events()
+    if recorded is None:
+        raise RematError(
+            "another profiler ended the recording of memory events: start and end yours outside of "
+            "what remat measures"
+        )
+    return [event for event in recorded if isinstance(event, MemoryEvent)]
 
 
-def is_recording() -> bool:
-    """Whether the recording of the current thread is still the one that :func:`mark` marks."""
-    return bool(_profiler_enabled()) and _profiler_type() == ActiveProfilerType.LEGACY
-
-
-def stop_events() -> list[MemoryEvent | Mark]:
+def stop_events() -> list[MemoryEvent | Mark] | None:
     """End the recording of the current thread; its events and marks in the order they happened.
 
-    Nothing, where somebody else's profiler has ended it.
+    None, where somebody else's profiler has ended it.
     """
-    recording = is_recording()
+    recording = _profiler_enabled() and _profiler_type() == ActiveProfilerType.LEGACY
     _THREAD.owner, _THREAD.running = None, False
     if not recording:
-        return []
+        return None
     recorded: Any = _disable_profiler_legacy()  # torch's stub describes the other profiler's events
     threads = [
         [read for event in thread if (read := _read(event)) is not None] for thread in recorded
